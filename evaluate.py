@@ -1,0 +1,44 @@
+"""Validation: the share of held-out questions that the policy answers right, sampled as in training.
+
+Every question has its own random stream that does not depend on the step, so that two validations differ by the weights
+alone; the denominator is always the number of questions.
+"""
+
+from __future__ import annotations
+
+from parallel import Mesh
+from rewards import grade
+from rollout import Completion, decode
+from sampler import Sampling
+from tasks import Question
+
+VALIDATION_STREAM = 2**31  # no rollout has this number
+
+
+def evaluate(
+    sampler, questions: list[Question], sampling: Sampling, mesh: Mesh, tokenizer, stop_ids: set[int], *, seed: int
+) -> tuple[dict[str, float], list[Completion]]:
+    """Sample one completion per question and grade it; call on every stage.
+
+    Args:
+        questions: on the first stage; the others may pass an empty list.
+
+    Returns:
+        On the first stage the metrics (``validation/accuracy``, ``validation/length_mean`` in tokens,
+        ``validation/truncated_share``) and the completions; empty elsewhere. An unscorable completion counts as wrong.
+    """
+    prompts = mesh.broadcast([q.prompt_ids for q in questions])
+    completions = sampler.generate(prompts, group_size=1, sampling=sampling, stream=(seed, VALIDATION_STREAM))
+    if not mesh.is_first:
+        return {}, []
+    decode(completions, tokenizer, stop_ids)
+    rewards = grade([(c.text, questions[c.question]) for c in completions])
+    for c, reward in zip(completions, rewards):
+        c.reward = reward
+    count = len(questions)
+    metrics = {
+        "validation/accuracy": sum(r == 1.0 for r in rewards) / count,
+        "validation/length_mean": sum(len(c.ids) for c in completions) / count,
+        "validation/truncated_share": sum(not c.finished for c in completions) / count,
+    }
+    return metrics, completions

@@ -1,0 +1,139 @@
+"""The one place that writes results: ``metrics.jsonl``, Weights & Biases, and the console.
+
+Only the first stage's process makes a ``Tracker``; the others have nothing to write. W&B runs offline when the machine
+holds no key, and never asks a question. The numbers in ``metrics.jsonl`` are the same as in W&B, one object a line, each
+with its ``step``: step N means that N updates are done.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Tracker:
+    """Writes metrics of one run.
+
+    Args:
+        folder: the run's ``project_dir``; made when it does not exist.
+        use_wandb: also log to W&B (offline without a key).
+        settings: what the run was started with, kept in W&B's configuration.
+    """
+
+    def __init__(self, folder: Path, *, use_wandb: bool, name: str = "", settings: dict | None = None):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file = open(self.folder / "metrics.jsonl", "a", buffering=1)
+        self.nonfinite = 0
+        self.run = _start_wandb(self.folder, name or self.folder.name, settings or {}) if use_wandb else None
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """One line of numbers at ``step``. A value that is not finite is written as null and counted."""
+        clean = {}
+        for name, value in values.items():
+            finite = not isinstance(value, float) or math.isfinite(value)
+            self.nonfinite += not finite
+            clean[name] = value if finite else None
+        clean["metrics/nonfinite"] = self.nonfinite
+        self.file.write(json.dumps({"step": step, **clean}) + "\n")
+        if self.run is not None:
+            self.run.log({"step": step, **{k: v for k, v in clean.items() if v is not None}})
+
+    def wandb_folder(self) -> Path | None:
+        """Where the W&B run lies on disk, or None without W&B."""
+        return Path(self.run.dir).parent if self.run is not None else None
+
+    def close(self) -> None:
+        self.file.close()
+        if self.run is not None:
+            self.run.finish()
+
+
+def _start_wandb(folder: Path, name: str, settings: dict):
+    """A W&B run that cannot ask or hang: offline unless a key is there, or the mode is set by WANDB_MODE."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    mode = os.environ.get("WANDB_MODE")
+    if mode is None:
+        mode = "online" if wandb.login(prompt=False) else "offline"
+    quiet = wandb.Settings(console="off", init_timeout=60)
+    common = dict(project=os.environ.get("WANDB_PROJECT", "grpo"), name=name, dir=str(folder), config=settings, settings=quiet)
+    try:
+        run = wandb.init(mode=mode, **common)
+    except Exception as error:  # a key without a network, a server that refuses: the run itself must go on
+        print(f"W&B cannot be reached ({error}): logging offline", file=sys.stderr)
+        run = wandb.init(mode="offline", **common)
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+class Clock:
+    """Seconds by phase of one step; phases do not nest, and what no phase covers is ``time/other``."""
+
+    def __init__(self):
+        self.start = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str):
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def total(self) -> float:
+        return time.perf_counter() - self.start
+
+    def metrics(self) -> dict[str, float]:
+        """``time/<phase>`` for each phase, ``time/other`` and ``time/step``, in seconds."""
+        total = self.total()
+        out = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        return out | {"time/other": total - sum(self.seconds.values()), "time/step": total}
+
+
+class Progress:
+    """The console's line: rewritten in place on a terminal, one line every few seconds elsewhere."""
+
+    def __init__(self, steps: int, every_s: float = 5.0):
+        self.steps, self.every_s = steps, every_s
+        self.began = self.printed = time.perf_counter()
+        self.first_step: int | None = None
+        self.terminal = sys.stdout.isatty()
+        self.open_line = False
+
+    def show(self, step: int, reward: float, tokens_per_s: float, note: str = "") -> None:
+        """After ``step`` of ``steps``: mean reward of the rollout, tokens/s end to end, time left."""
+        now = time.perf_counter()
+        if self.first_step is None:
+            self.first_step = step - 1
+        done = step - self.first_step
+        left = (now - self.began) / done * (self.steps - step)
+        if not self.terminal and step not in (self.first_step + 1, self.steps) and now - self.printed < self.every_s:
+            return
+        self.printed = now
+        line = f"step {step:>4}/{self.steps}  reward {reward:.3f}  {tokens_per_s:>7,.0f} tokens/s  {clock_time(left)} left{note}"
+        print(f"\r\033[K{line}" if self.terminal else line, end="" if self.terminal else "\n", flush=True)
+        self.open_line = self.terminal
+
+    def say(self, text: str) -> None:
+        """A line of its own, below whatever stands there."""
+        print(("\n" if self.open_line else "") + text, flush=True)
+        self.open_line = False
+
+
+def clock_time(seconds: float) -> str:
+    """
+    >>> clock_time(75), clock_time(3700)
+    ('1:15', '1:01:40')
+    """
+    minutes, s = divmod(int(round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"

@@ -1,0 +1,206 @@
+"""Processes, their groups, and everything that crosses them outside the pipeline schedule itself.
+
+``Mesh`` holds the process groups; no other module asks for the world or for rank 0 when it means "the first stage of
+this pipeline". Beside it stand the three sums that make a step over several stages equal to a step in one process: the
+gradient of tied embeddings, the global gradient norm, and the weights on their way to the sampler.
+
+Left out: data and tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import traceback
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass
+class Mesh:
+    """This process's place: ``stage`` of ``stages`` in the pipeline, and the groups to talk through.
+
+    Tensors of the model travel through ``pp_group`` (nccl on GPUs, gloo on CPUs); Python objects and small numbers
+    through ``control_group``, which is always gloo and on the CPU.
+    """
+
+    stage: int
+    stages: int
+    device: torch.device
+    pp_group: dist.ProcessGroup
+    control_group: dist.ProcessGroup
+    ends_group: dist.ProcessGroup | None  # first and last stage, for tied embeddings; None with one stage
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def broadcast(self, value, source: int = 0):
+        """The Python object of stage ``source``, on every stage."""
+        box = [value]
+        dist.broadcast_object_list(box, group_src=source, group=self.control_group)
+        return box[0]
+
+    def gather(self, value) -> list:
+        """The Python objects of all stages, in order, on every stage."""
+        out = [None] * self.stages
+        dist.all_gather_object(out, value, group=self.control_group)
+        return out
+
+    def broadcast_tensor(self, tensor: Tensor | None, shape, dtype: torch.dtype, source: int) -> Tensor:
+        """The CPU tensor of stage ``source`` on every stage; shape and dtype are known everywhere (gloo checks neither)."""
+        if self.stage != source:
+            tensor = torch.empty(shape, dtype=dtype)
+        elif tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+            raise ValueError(f"broadcast of {list(tensor.shape)} {tensor.dtype}, announced as {list(shape)} {dtype}")
+        tensor = tensor.cpu().contiguous()
+        dist.broadcast(tensor, group_src=source, group=self.control_group)
+        return tensor
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.control_group)
+
+
+def choose_device(wanted: str, local_rank: int, local_ranks: int) -> torch.device:
+    """``auto`` takes CUDA when there is a GPU for every process of this node, else the CPU.
+
+    Raises:
+        ValueError: CUDA was asked for and there are too few GPUs.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and gpus < local_ranks:
+        raise ValueError(f"--device cuda needs a GPU for each of the {local_ranks} processes of this node, found {gpus}")
+    if wanted == "cuda" or (wanted == "auto" and gpus >= local_ranks):
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def open_mesh(device: str = "auto", timeout_s: float = 600.0) -> Mesh:
+    """Join the other processes started by torchrun; without torchrun, a pipeline of one stage in this process."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    place = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    common = dict(timeout=timeout)
+    if "RANK" not in os.environ:
+        common |= dict(store=dist.HashStore(), rank=0, world_size=1)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+        dist.init_process_group("nccl", device_id=place, **common)
+    else:
+        dist.init_process_group("gloo", **common)
+    everyone = list(range(world))
+    pp_group = dist.group.WORLD
+    control_group = dist.new_group(everyone, backend="gloo", timeout=timeout) if place.type == "cuda" else pp_group
+    ends_group = dist.new_group([0, world - 1], timeout=timeout) if world > 1 else None
+    return Mesh(rank, world, place, pp_group, control_group, ends_group)
+
+
+@contextmanager
+def fail_together(mesh: Mesh):
+    """Leave the process at once when something raises: other stages wait in a collective and must be taken down.
+
+    torchrun ends the other processes as soon as one has left; waiting for a clean shutdown of the process groups here
+    would wait for them instead.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
+        sys.stdout.flush()
+        print(f"\nstage {mesh.stage} of {mesh.stages} failed:", file=sys.stderr)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------ gradients
+def sum_tied_gradient(stage, mesh: Mesh) -> None:
+    """Add up the two gradients of tied embeddings, which stand as a copy on the first and on the last stage.
+
+    In one process the parameter is used twice and autograd adds the two; here a sum over just those two ranks does it.
+    Both copies start equal and see the same gradient, so they stay equal. Call before clipping.
+    """
+    if mesh.ends_group is None or not stage.config.tie_word_embeddings or not (mesh.is_first or mesh.is_last):
+        return
+    weight = stage.embed_tokens.weight if mesh.is_first else stage.lm_head.weight
+    if weight.grad is None:  # frozen by the user, or no backward has run
+        weight.grad = torch.zeros_like(weight)
+    dist.all_reduce(weight.grad, group=mesh.ends_group)
+
+
+def gradient_norms(stage, mesh: Mesh) -> list[float]:
+    """The gradient norm of every stage, on every stage; a tied copy counts once, on the first stage."""
+    counted = [
+        p.grad for name, p in stage.named_parameters()
+        if p.grad is not None and not (stage.holds_tied_copy and name == "lm_head.weight")
+    ]
+    norm = torch.nn.utils.get_total_norm(counted).double().item() if counted else 0.0
+    return mesh.gather(norm)
+
+
+def clip_gradients(stage, mesh: Mesh, max_norm: float) -> tuple[float, list[float]]:
+    """Scale all gradients so that their norm over all stages is at most ``max_norm`` (0: leave them).
+
+    Stage norms 3 and 4 are a norm of 5 everywhere, and with ``max_norm`` 1 every gradient is scaled by 0.2.
+
+    Returns:
+        the norm before clipping, and its parts by stage. A non-finite norm leaves the gradients as they are.
+    """
+    parts = gradient_norms(stage, mesh)
+    total = sum(n * n for n in parts) ** 0.5
+    if max_norm and total > max_norm and total < float("inf"):
+        gradients = [p.grad for p in stage.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, max_norm / (total + 1e-6))
+    return total, parts
+
+
+# ------------------------------------------------------------------------------------------------ weights
+@torch.no_grad()
+def send_weights(stage, target, mesh: Mesh, mixup: float = 1.0) -> None:
+    """Move ``target``, a one-stage model on the first stage's rank (None on the others), to the stages' weights.
+
+    target = (1 - mixup) * target + mixup * stages; the default is a plain copy. Every stage sends one flat buffer, in the
+    target's dtype, so that a few large messages do the work of hundreds.
+    """
+    dtype = mesh.broadcast(target.dtype if mesh.is_first else None)
+    tensors = stage.export_tensors()
+    if mesh.is_first:
+        destination = target.export_tensors()
+        for name, tensor in tensors.items():
+            destination[name].lerp_(tensor.to(dtype), mixup)
+        for source in range(1, mesh.stages):
+            names, sizes = mesh.broadcast(None, source)
+            flat = torch.empty(sum(sizes), dtype=dtype, device=mesh.device)
+            dist.recv(flat, group_src=source, group=mesh.pp_group)
+            for name, part in zip(names, flat.split(sizes)):
+                destination[name].lerp_(part.view_as(destination[name]), mixup)
+    else:
+        for source in range(1, mesh.stages):
+            mine = source == mesh.stage
+            mesh.broadcast((list(tensors), [t.numel() for t in tensors.values()]) if mine else None, source)
+            if mine:
+                flat = torch.cat([t.to(dtype).flatten() for t in tensors.values()])
+                dist.send(flat, group_dst=0, group=mesh.pp_group)
+
+
+def checksum(stage: nn.Module) -> int:
+    """A 63-bit checksum of the weights, the same for the same bits under the same names, however they are cut."""
+    value = 0
+    for name, tensor in stage.export_tensors().items():
+        bits = tensor.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()])
+        place = zlib.crc32(name.encode()) | 1  # so that swapped tensors do not go unseen
+        value += place * bits.sum(dtype=torch.int64).item()
+    return value % 2**63

@@ -1,0 +1,251 @@
+"""Completions, and how they are packed into rows of one constant length.
+
+A ``Completion`` keeps the token ids that were sampled: nothing is decoded and encoded again for training. ``pack`` lays
+completions into rows of exactly T tokens, since ``torch.distributed.pipelining`` freezes activation shapes and since
+padding every sequence to the longest would cost two to four times the work. A group's prompt stands once in its row:
+
+    row            [ prompt            | completion 1  | completion 2     | padding ]
+    segment_ids      0  0  0  0          1  1  1         2  2  2  2         -1 -1
+    position_ids     0  1  2  3          4  5  6         4  5  6  7          0  0
+    group_ids        0  0  0  0          0  0  0         0  0  0  0         -1 -1
+    predictor        .  .  .  .          3  4  5         3  7  8  9          .  .
+
+``predictor`` is the place in the row whose hidden state predicts the token: the token before it, or the prompt's last.
+``stages.attention_mask`` turns these integers into who sees whom, so that only [M, T] integers ever travel.
+
+Left out: splitting one completion over two rows (T is at least the longest sequence).
+
+Legend: M rows, T tokens in a row, G group size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+INTEGERS = ("input_ids", "position_ids", "segment_ids", "group_ids", "predictor")
+
+
+@dataclass
+class Completion:
+    """One sampled answer, from the sampler to the loss."""
+
+    question: int  # index of the question in this rollout: completions of the same question are a group
+    sample: int  # index within the group
+    prompt_ids: list[int]
+    ids: list[int]  # sampled tokens, with the end-of-sequence token when it came
+    logprobs: list[float]  # the sampler's own log-prob of each, at the sampling temperature
+    finished: bool  # ended by itself; False: cut at the limit
+    text: str = ""  # the ids decoded up to the first end-of-sequence token, never the prompt
+    reward: float | None = None  # None: the verifier gave no result
+    advantage: float = 0.0
+    weight: float = 0.0  # of each of its tokens in the loss; 0 leaves it out
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.ids)
+
+
+@dataclass
+class Rows:
+    """A packed rollout. Integer tensors [M, T] as in the module's picture; float tensors [M, T] for the loss.
+
+    ``sequence`` is the completion's index in the packed list, -1 outside completions.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    segment_ids: Tensor
+    group_ids: Tensor
+    predictor: Tensor
+    sequence: Tensor
+    advantage: Tensor
+    weight: Tensor  # 0 outside completions
+    sampler_logprob: Tensor
+    old_logprob: Tensor | None = None
+    ref_logprob: Tensor | None = None
+    prompt_tokens_shared: int = 0  # prompt tokens that need not stand, since their group shares one copy
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, T)"""
+        return tuple(self.input_ids.shape)
+
+    def inputs(self) -> dict[str, Tensor]:
+        """What every stage needs, by the names of ``Stage.forward``."""
+        return {name: getattr(self, name) for name in INTEGERS}
+
+    def to(self, device) -> Rows:
+        """The same rows on another device."""
+        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return Rows(**moved)
+
+    def select(self, index) -> Rows:
+        """Some of the rows, in the given order."""
+        return Rows(**{k: v[index] if isinstance(v, Tensor) else v for k, v in vars(self).items()})
+
+    def padding_share(self) -> float:
+        """Share of places that hold padding."""
+        return (self.group_ids < 0).float().mean().item()
+
+    def per_sequence(self, values: Tensor, count: int) -> Tensor:
+        """Sums of ``values`` [M, T] over each of ``count`` completions -> [count]."""
+        inside = self.sequence >= 0
+        sums = torch.zeros(count, dtype=values.dtype, device=values.device)
+        return sums.index_add_(0, self.sequence[inside], values[inside])
+
+
+# A block is what must stand in one row: a prompt and the completions behind it.
+Block = list[int]
+
+
+def make_blocks(completions: list[Completion], row_length: int, share_prompts: bool) -> list[Block]:
+    """Completions (by index) that stand behind one copy of their prompt.
+
+    With shared prompts a block is a whole group; a group too long for one row is split into as few blocks as possible
+    and its prompt repeated. Without, every completion is a block of its own. Completions without tokens are left out.
+
+    Raises:
+        ValueError: a sequence longer than the row.
+    """
+    blocks: list[Block] = []
+    open_block: dict[int, int] = {}  # question -> its block that still has room
+    used: dict[int, int] = {}  # block -> tokens in it
+    for index, completion in enumerate(completions):
+        if not completion.ids:
+            continue
+        if len(completion) > row_length:
+            raise ValueError(f"a sequence of {len(completion)} tokens does not fit a row of {row_length}")
+        block = open_block.get(completion.question) if share_prompts else None
+        if block is None or used[block] + len(completion.ids) > row_length:
+            block = len(blocks)
+            blocks.append([])
+            used[block] = len(completion.prompt_ids)
+            open_block[completion.question] = block
+        blocks[block].append(index)
+        used[block] += len(completion.ids)
+    return blocks
+
+
+def block_length(block: Block, completions: list[Completion]) -> int:
+    """Tokens of a block: its prompt once, and its completions."""
+    return len(completions[block[0]].prompt_ids) + sum(len(completions[i].ids) for i in block)
+
+
+def first_fit_decreasing(lengths: list[int], row_length: int) -> list[list[int]]:
+    """Indices of ``lengths`` put into rows of ``row_length``, longest first, each into the first row with room.
+
+    >>> first_fit_decreasing([3, 7, 5, 2], 10)
+    [[1, 0], [2, 3]]
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        for row, free in enumerate(room):
+            if lengths[index] <= free:
+                break
+        else:
+            row = len(rows)
+            rows.append([])
+            room.append(row_length)
+        rows[row].append(index)
+        room[row] -= lengths[index]
+    return rows
+
+
+def choose_row_length(
+    completions: list[Completion], stages: int, share_prompts: bool, microbatch_size: int = 1, multiple: int = 16
+) -> int:
+    """T for a rollout: long enough for the longest sequence, and short enough that M is about four times the stages.
+
+    The bubble of a schedule is (stages - 1) / (M + stages - 1): with M = 4 * stages it is under a fifth. Fewer, longer
+    rows waste less padding and hold whole groups, so T is the longest that still gives that many microbatches. It is
+    rounded up to one of a few sizes (``multiple`` times 1, 2, 3, 4, 6, 8, 12, 16, ...), so that allocators and kernels
+    see the same shapes again.
+    """
+    lengths = [len(c) for c in completions if c.ids]
+    if not lengths:
+        return multiple
+    whole = max(lengths)  # every block fits a row of this length, by splitting groups
+    tokens = sum(
+        block_length(block, completions) for block in make_blocks(completions, 2**62, share_prompts)
+    )
+    wanted = max(whole, math.ceil(tokens / (4 * stages * microbatch_size)))
+    return round_up_to_bucket(wanted, multiple)
+
+
+def round_up_to_bucket(length: int, multiple: int = 16) -> int:
+    """The smallest of multiple * {1, 2, 3, 4, 6, 8, 12, 16, 24, ...} that is at least ``length``."""
+    size = multiple
+    while size < length:
+        if size * 3 // 2 >= length and size > multiple:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+def pack(
+    completions: list[Completion], row_length: int, *, share_prompts: bool = True, pad_id: int = 0,
+    rows_multiple: int = 1, rows_at_least: int = 1, dtype: torch.dtype = torch.float32,
+) -> Rows:
+    """Completions into rows [M, T] with T = ``row_length``.
+
+    M is a multiple of ``rows_multiple`` (rows of a microbatch) and at least ``rows_at_least``; rows that are not needed
+    hold padding and weigh nothing. Small rows stand at both ends of the list: the first and the last microbatches of a
+    schedule are those that other stages wait for.
+
+    Raises:
+        ValueError: a sequence longer than the row.
+    """
+    blocks = make_blocks(completions, row_length, share_prompts)
+    lengths = [block_length(block, completions) for block in blocks]
+    rows = first_fit_decreasing(lengths, row_length)
+    by_size = sorted(rows, key=lambda row: sum(lengths[b] for b in row))
+    rows = by_size[0::2] + by_size[1::2][::-1]
+    count = max(len(rows), rows_at_least, 1)
+    count = math.ceil(count / rows_multiple) * rows_multiple
+
+    def full(value, kind):
+        return torch.full((count, row_length), value, dtype=kind)
+
+    out = Rows(
+        input_ids=full(pad_id, torch.long), position_ids=full(0, torch.long), segment_ids=full(-1, torch.long),
+        group_ids=full(-1, torch.long), predictor=full(0, torch.long), sequence=full(-1, torch.long),
+        advantage=full(0.0, dtype), weight=full(0.0, dtype), sampler_logprob=full(0.0, dtype),
+    )
+    for m, row in enumerate(rows):
+        t = 0
+        for group, b in enumerate(row):
+            first = completions[blocks[b][0]]
+            prompt, p = first.prompt_ids, len(first.prompt_ids)
+            out.prompt_tokens_shared += p * (len(blocks[b]) - 1)
+            out.input_ids[m, t : t + p] = torch.tensor(prompt, dtype=torch.long)
+            out.position_ids[m, t : t + p] = torch.arange(p)
+            out.segment_ids[m, t : t + p] = 0
+            out.group_ids[m, t : t + p] = group
+            last_of_prompt = t + p - 1
+            t += p
+            for segment, index in enumerate(blocks[b], start=1):
+                c = completions[index]
+                n = len(c.ids)
+                here = slice(t, t + n)
+                out.input_ids[m, here] = torch.tensor(c.ids, dtype=torch.long)
+                out.position_ids[m, here] = torch.arange(p, p + n)
+                out.segment_ids[m, here] = segment
+                out.group_ids[m, here] = group
+                out.predictor[m, here] = torch.tensor([last_of_prompt, *range(t, t + n - 1)])
+                out.sequence[m, here] = index
+                out.advantage[m, here] = c.advantage
+                out.weight[m, here] = c.weight
+                out.sampler_logprob[m, here] = torch.tensor(c.logprobs, dtype=dtype)
+                t += n
+    return out
+
+
+def decode(completions: list[Completion], tokenizer, stop_ids: set[int]) -> None:
+    """Fill ``text`` with what a verifier may see: the completion alone, up to its first end-of-sequence token."""
+    for c in completions:
+        end = next((i for i, token in enumerate(c.ids) if token in stop_ids), len(c.ids))
+        c.text = tokenizer.decode(c.ids[:end], skip_special_tokens=True)

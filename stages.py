@@ -1,0 +1,395 @@
+"""Cuts a Hugging Face causal language model into pipeline stages.
+
+A stage is a run of decoder layers; the first stage also holds the token embeddings, the last one the final norm and
+the LM head. Only a stage's own layers are ever allocated, and only its own tensors are read from the checkpoint. The
+layers themselves are transformers' own modules, so a stage computes exactly what the whole model computes there.
+
+What stands where it is needed:
+* ``plan_stages``    which layers go to which stage, by cost (the LM head of a large vocabulary costs many layers)
+* ``Stage``          the module: ``forward`` for packed rows (training and scoring), ``embed``/``run_layers``/``logits``
+                     for decoding with a cache
+* ``load_weights``   this stage's tensors from a folder or a hub name, sharded or not
+* ``export_names``   local parameter names to Hugging Face names with global layer numbers, and back
+
+Left out: architectures whose layers share caches or whose head scales its logits (Gemma, Granite), mixtures of experts.
+
+Legend: R rows of a microbatch, T tokens in a row, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from grpo_loss import token_logprobs
+
+SUPPORTED = ("qwen2", "qwen3", "llama", "mistral", "smollm3")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+# ------------------------------------------------------------------------------------------------ the plan
+@dataclass(frozen=True)
+class StageSpec:
+    """Layers [first_layer, end_layer) of the model on stage ``index`` of ``count``."""
+
+    index: int
+    count: int
+    first_layer: int
+    end_layer: int
+    parameters: int  # held by this stage; a tied head on another stage than the embeddings counts as its own copy
+    cost: float  # share of the whole model's matrix work, 0..1
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+
+def check_architecture(config) -> None:
+    """Raise ValueError unless ``config`` is of a model type that can be cut here."""
+    if config.model_type not in SUPPORTED:
+        raise ValueError(
+            f"model type {config.model_type!r} cannot be cut into stages; choose a model of type {', '.join(SUPPORTED)}"
+        )
+
+
+def plan_stages(config, count: int, split: list[int] | None = None) -> list[StageSpec]:
+    """Spread the layers over ``count`` stages so that the slowest stage is as fast as it can be.
+
+    The cost of a part is its number of matrix parameters, which is its FLOPs per token but for attention scores; the
+    embedding is a look-up and costs nothing. Layers are all alike, so giving each next layer to the stage that is
+    cheapest so far is optimal, and no layer is ever dropped: 5 layers on 2 stages are 3 + 2, 30 on 4 are 8 + 8 + 7 + 7
+    (small vocabulary); Qwen2.5-0.5B, whose head weighs 9.1 layers, becomes 17 + 7.
+
+    Args:
+        split: layers per stage given by hand, e.g. ``[16, 8]``; they must add up.
+
+    Raises:
+        ValueError: unsupported architecture, fewer layers than stages, or a split that does not fit.
+    """
+    check_architecture(config)
+    layers = config.num_hidden_layers
+    if count < 1 or layers < count:
+        raise ValueError(f"{layers} layers cannot fill {count} stages: start at most {layers} processes for this model")
+    layer, head = _parameters_of_a_layer(config), config.vocab_size * config.hidden_size
+    if split is None:
+        sizes = [1] * count
+        costs = [float(layer)] * count
+        costs[-1] += head
+        for _ in range(layers - count):
+            cheapest = costs.index(min(costs))
+            sizes[cheapest] += 1
+            costs[cheapest] += layer
+    else:
+        sizes = list(split)
+        if len(sizes) != count or sum(sizes) != layers or min(sizes) < 1:
+            raise ValueError(
+                f"split {','.join(map(str, split))} does not fit: {count} stages need {count} numbers of at least 1 "
+                f"that add up to the model's {layers} layers"
+            )
+    whole = layer * layers + head
+    specs, first = [], 0
+    for index, size in enumerate(sizes):
+        is_first, is_last = index == 0, index == count - 1
+        parameters = size * layer
+        if is_first:
+            parameters += head
+        if is_last:
+            parameters += config.hidden_size + (0 if is_first and config.tie_word_embeddings else head)
+        cost = (size * layer + (head if is_last else 0)) / whole
+        specs.append(StageSpec(index, count, first, first + size, parameters, cost))
+        first += size
+    return specs
+
+
+def _parameters_of_a_layer(config) -> int:
+    one_layer = _config_of_layers(config, 0, 1)
+    return sum(p.numel() for p in _skeleton(one_layer).model.layers[0].parameters())
+
+
+def describe_plan(specs: list[StageSpec], config) -> str:
+    """The plan as a small table for the console; memory is weights + gradients + AdamW state in float32."""
+    lines = ["stage  layers    parameters  share of cost  weights+gradients+AdamW"]
+    for s in specs:
+        what = f"{s.first_layer}-{s.end_layer - 1}"
+        memory = s.parameters * 16 / 2**30
+        lines.append(f"{s.index:<5}  {what:<8}  {s.parameters / 1e6:>8.2f} M  {s.cost:>12.0%}  {memory:>8.2f} GiB")
+    tied = " (tied to the head: first and last stage each hold a copy)" if config.tie_word_embeddings else ""
+    return "\n".join(lines) + f"\nembeddings {config.vocab_size} x {config.hidden_size}{tied}"
+
+
+# ------------------------------------------------------------------------------------------------ masks
+def attention_mask(
+    position_ids: Tensor, segment_ids: Tensor, group_ids: Tensor, dtype: torch.dtype, window: int | None = None
+) -> Tensor:
+    """Who sees whom in packed rows: an additive mask [R, 1, T, T] (0 = sees, -inf = does not), shared by all layers.
+
+    A token sees the tokens before it of its own group that are the prompt (segment 0) or its own completion, so G
+    completions can stand behind one prompt. A padding token (group -1) sees itself only, since a row of the mask
+    without any entry would turn into NaN. ``window`` limits the distance in positions, not in places of the row.
+    """
+    place = torch.arange(segment_ids.shape[-1], device=segment_ids.device)
+    before = place[None, :, None] >= place[None, None, :]
+    same_group = group_ids[:, :, None] == group_ids[:, None, :]
+    same_text = (segment_ids[:, None, :] == 0) | (segment_ids[:, :, None] == segment_ids[:, None, :])
+    sees = before & same_group & same_text & (group_ids >= 0)[:, :, None]
+    if window is not None:
+        sees &= position_ids[:, :, None] - position_ids[:, None, :] < window
+    sees |= torch.eye(len(place), dtype=torch.bool, device=place.device)
+    return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, float("-inf"))[:, None]
+
+
+# ------------------------------------------------------------------------------------------------ the stage
+def _config_of_layers(config, first: int, end: int):
+    """A copy of ``config`` that describes only layers [first, end): transformers looks per-layer lists up by place."""
+    part = copy.deepcopy(config)
+    for name, value in list(vars(part).items()):
+        if isinstance(value, (list, tuple)) and len(value) == config.num_hidden_layers and name != "architectures":
+            setattr(part, name, list(value[first:end]))
+    part.num_hidden_layers = end - first
+    part.attention_dropout = 0.0  # with dropout the ratio of an on-policy update would not be 1
+    return part
+
+
+def _skeleton(config):
+    """transformers' model of ``config`` without storage."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+class Stage(nn.Module):
+    """One pipeline stage, allocated but not filled: see ``load_weights`` and ``load_tensors``.
+
+    Args:
+        config: the whole model's Hugging Face configuration.
+        spec: which layers; ``plan_stages(config, 1)[0]`` gives the whole model as one stage.
+        dtype: of the parameters and of the activations sent between stages.
+        compute_dtype: of the matrix products; bfloat16 under float32 parameters runs them under autocast.
+        temperature: the sampling temperature; log-probs are those of the law that was sampled from.
+    """
+
+    def __init__(
+        self,
+        config,
+        spec: StageSpec,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        compute_dtype: torch.dtype | None = None,
+        temperature: float = 1.0,
+        activation_checkpointing: bool = False,
+        head_chunk: int = 128,
+    ):
+        super().__init__()
+        part = _config_of_layers(config, spec.first_layer, spec.end_layer)
+        skeleton = _skeleton(part)
+        self.config, self.spec, self.dtype = config, spec, dtype
+        self.compute_dtype = compute_dtype or dtype
+        self.temperature, self.head_chunk = temperature, head_chunk
+        self.activation_checkpointing = activation_checkpointing
+        self.layer_types = getattr(part, "layer_types", None) or ["full_attention"] * part.num_hidden_layers
+        self.window = getattr(config, "sliding_window", None)
+        if config.model_type == "mistral" and self.window is not None:  # its configuration lists no layer types
+            self.layer_types = ["sliding_attention"] * part.num_hidden_layers
+        self.embed_tokens = skeleton.model.embed_tokens if spec.is_first else None
+        self.layers = skeleton.model.layers
+        self.norm = skeleton.model.norm if spec.is_last else None
+        self.lm_head = skeleton.lm_head if spec.is_last else None
+        self.to_empty(device=device).to(dtype)
+        if spec.is_first and spec.is_last and config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight  # allocating the meta tensors has undone the tie
+        # The rotary frequencies are no parameters: they stay float32 whatever the dtype, as in transformers.
+        self.rotary_emb = type(skeleton.model.rotary_emb)(config=part).to(device)
+        self.eval()  # no dropout in any pass, the training pass included
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].input_layernorm.weight.device
+
+    @property
+    def holds_tied_copy(self) -> bool:
+        """True on a last stage whose head repeats the embeddings of the first stage."""
+        return self.spec.is_last and not self.spec.is_first and self.config.tie_word_embeddings
+
+    def forward(
+        self, x: Tensor, *, input_ids: Tensor, position_ids: Tensor, segment_ids: Tensor, group_ids: Tensor,
+        predictor: Tensor,
+    ) -> Tensor:
+        """Packed rows through this stage.
+
+        Args:
+            x: token ids [R, T] on the first stage, hidden states [R, T, H] elsewhere.
+            input_ids, position_ids, segment_ids, group_ids, predictor: [R, T] integers of the rows (``rollout.Rows``).
+
+        Returns:
+            hidden states [R, T, H]; on the last stage [R, T, 2]: log-prob and entropy (nats) of each completion token,
+            0 elsewhere. The log-prob of token t stands at t, though another position predicts it.
+        """
+        hidden = self.embed(x) if self.spec.is_first else x
+        masks = {
+            kind: attention_mask(
+                position_ids, segment_ids, group_ids, self.compute_dtype,
+                self.window if kind == "sliding_attention" else None,
+            )
+            for kind in set(self.layer_types)
+        }
+        hidden = self.run_layers(hidden, position_ids, masks)
+        if not self.spec.is_last:
+            return hidden
+        row, place = (segment_ids > 0).nonzero(as_tuple=True)
+        # Only positions that predict a completion token go through the head, gathered before the norm.
+        predicting = self.norm(hidden[row, predictor[row, place]])
+        logprob, entropy = token_logprobs(
+            predicting.to(self.compute_dtype), self.lm_head.weight, input_ids[row, place],
+            temperature=self.temperature, chunk_tokens=self.head_chunk,
+        )
+        out = torch.zeros(*segment_ids.shape, 2, dtype=logprob.dtype, device=logprob.device)
+        return out.index_put((row, place), torch.stack([logprob, entropy], dim=-1))
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids [..., T] -> hidden states [..., T, H]; first stage only."""
+        return self.embed_tokens(input_ids)
+
+    def run_layers(self, hidden: Tensor, position_ids: Tensor, masks: dict[str, Tensor], cache=None) -> Tensor:
+        """Hidden states [R, T, H] through this stage's layers.
+
+        Args:
+            masks: additive masks [R, 1, T, S] by layer type (the distinct entries of ``self.layer_types``).
+            cache: an object with ``update(keys, values, layer)`` returning the keys and values to attend to.
+        """
+        rotary = self.rotary_emb(hidden, position_ids)
+        with torch.autocast(hidden.device.type, self.compute_dtype, enabled=self.compute_dtype != self.dtype):
+            for layer, kind in zip(self.layers, self.layer_types):
+                arguments = dict(
+                    attention_mask=masks[kind], position_embeddings=rotary, position_ids=position_ids, cache=cache,
+                    use_cache=cache is not None,
+                )
+                if self.activation_checkpointing and torch.is_grad_enabled():
+                    hidden = checkpoint(layer, hidden, use_reentrant=False, **arguments)
+                else:
+                    hidden = layer(hidden, **arguments)
+        return hidden.to(self.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., H] -> logits [..., V] in float32 (float64 for a float64 model); last stage only.
+
+        The temperature is not applied.
+        """
+        hidden = self.norm(hidden).to(self.compute_dtype)
+        logits = hidden @ self.lm_head.weight.to(self.compute_dtype).T
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    # -------------------------------------------------------------------------------------------- names
+    def export_names(self) -> dict[str, str]:
+        """Local parameter name -> Hugging Face name. A tied head is the embeddings under another name."""
+        return {local: self._export_name(local) for local, _ in self.named_parameters()}
+
+    def _export_name(self, local: str) -> str:
+        if local == HEAD:
+            return EMBEDDING if self.config.tie_word_embeddings else HEAD
+        return "model." + re.sub(r"^layers\.(\d+)", lambda m: f"layers.{int(m[1]) + self.spec.first_layer}", local)
+
+    def export_tensors(self) -> dict[str, Tensor]:
+        """The parameters this stage answers for, by Hugging Face name; a tied copy is left to the first stage."""
+        return {
+            self._export_name(local): parameter.detach()
+            for local, parameter in self.named_parameters()
+            if not (self.holds_tied_copy and local == HEAD)
+        }
+
+    @torch.no_grad()
+    def load_tensors(self, tensors) -> None:
+        """Fill the parameters from ``tensors``: a mapping of Hugging Face names to tensors (more may be in it).
+
+        Raises:
+            ValueError: a tensor is missing or has another shape; the message names it and both shapes.
+        """
+        for local, parameter in self.named_parameters():
+            name = self._export_name(local)
+            if name not in tensors:
+                raise ValueError(f"the checkpoint has no tensor {name!r}, which stage {self.spec.index} needs")
+            tensor = tensors[name]
+            if tensor.shape != parameter.shape:
+                raise ValueError(
+                    f"tensor {name!r} has shape {list(tensor.shape)} in the checkpoint "
+                    f"but {list(parameter.shape)} in the model's configuration"
+                )
+            parameter.copy_(tensor)
+
+
+# ------------------------------------------------------------------------------------------------ loading
+def find_file(model: str, name: str) -> Path | None:
+    """The local path of file ``name`` of a model folder or hub name, or None where the model has no such file."""
+    if Path(model).is_dir():
+        path = Path(model) / name
+        return path if path.exists() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(model, name))
+    except EntryNotFoundError:
+        return None
+
+
+class _Checkpoint:
+    """The safetensors files of a model as a mapping that reads one tensor at a time."""
+
+    def __init__(self, model: str):
+        self.model, self.files = model, {}
+        index = find_file(model, "model.safetensors.index.json")
+        if index is not None:
+            self.where = json.loads(index.read_text())["weight_map"]
+        elif find_file(model, "model.safetensors") is not None:
+            self.where = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
+        else:
+            raise ValueError(f"{model} holds no model.safetensors: save it with save_pretrained(safe_serialization=True)")
+
+    def _open(self, file: str):
+        if file not in self.files:
+            from safetensors import safe_open
+
+            path = find_file(self.model, file)
+            if path is None:
+                raise ValueError(f"{self.model} names {file} in its index but does not hold it: download it again")
+            self.files[file] = safe_open(path, "pt")
+        return self.files[file]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.where
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._open(self.where[name]).get_tensor(name)
+
+
+def load_weights(stage: Stage, model: str) -> Stage:
+    """Fill ``stage`` from a folder or hub name, reading only its own tensors.
+
+    Raises:
+        ValueError: no safetensors, a missing tensor, or a shape that does not match.
+    """
+    stage.load_tensors(_Checkpoint(model))
+    return stage
+
+
+def load_config(model: str):
+    """The Hugging Face configuration of a folder or hub name, checked to be of a supported architecture."""
+    from transformers import AutoConfig
+
+    if find_file(model, "config.json") is None:
+        raise ValueError(f"{model} holds no config.json: name a Hugging Face model folder or hub model")
+    config = AutoConfig.from_pretrained(model)
+    check_architecture(config)
+    return config

@@ -188,7 +188,8 @@ def read_yaml(path: str) -> dict:
     try:
         values = yaml.safe_load(Path(path).read_text()) or {}
     except yaml.YAMLError as error:
-        raise SettingsError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+        line = error.problem_mark.line + 1 if getattr(error, "problem_mark", None) else 1
+        raise SettingsError(f"--config {path} is not YAML: look at line {line}") from None
     if not isinstance(values, dict):
         raise SettingsError(f"--config {path} is not a mapping of settings: write lines such as 'group_size: 8'")
     fields = {f.name: f for f in dataclasses.fields(Settings)}

@@ -6,7 +6,7 @@ alone; the denominator is always the number of questions.
 
 from __future__ import annotations
 
-from parallel import Mesh
+from policy import Policy
 from rewards import grade
 from rollout import Completion, decode
 from sampler import Sampling
@@ -16,7 +16,7 @@ VALIDATION_STREAM = 2**31  # no rollout has this number
 
 
 def evaluate(
-    sampler, questions: list[Question], sampling: Sampling, mesh: Mesh, tokenizer, stop_ids: set[int], *, seed: int
+    policy: Policy, questions: list[Question], sampling: Sampling, *, seed: int
 ) -> tuple[dict[str, float], list[Completion]]:
     """Sample one completion per question and grade it; call on every stage.
 
@@ -27,11 +27,11 @@ def evaluate(
         On the first stage the metrics (``validation/accuracy``, ``validation/length_mean`` in tokens,
         ``validation/truncated_share``) and the completions; empty elsewhere. An unscorable completion counts as wrong.
     """
-    prompts = mesh.broadcast([q.prompt_ids for q in questions])
-    completions = sampler.generate(prompts, group_size=1, sampling=sampling, stream=(seed, VALIDATION_STREAM))
-    if not mesh.is_first:
+    prompts = policy.mesh.broadcast([q.prompt_ids for q in questions])
+    completions = policy.generate(prompts, group_size=1, sampling=sampling, stream=(seed, VALIDATION_STREAM))
+    if not policy.mesh.is_first:
         return {}, []
-    decode(completions, tokenizer, stop_ids)
+    decode(completions, policy.tokenizer, policy.stop_ids)
     rewards = grade([(c.text, questions[c.question]) for c in completions])
     for c, reward in zip(completions, rewards):
         c.reward = reward

@@ -1,12 +1,14 @@
 r"""Mathematical equality of LaTeX or plain answers, decided by the math-verify library in worker processes.
 
-The library's symbolic algebra can run for ever on a hostile answer, inside code that no Python signal or thread can interrupt. So it runs in
-processes of its own, started as `python math_verifier.py SECONDS` and spoken to in JSON lines. A worker sets a processor-time limit per answer
-after which the kernel ends it; the pool then scores that answer as wrong, counts it, and starts another worker. Processor time, because the same
-answer then gets the same mark on a busy machine. Nothing depends on the thread or process that asks. A worker whose parent dies ends too.
+The library's symbolic algebra can run for ever on a hostile answer, inside code that no Python signal or thread can
+interrupt. So it runs in processes of its own, started as `python math_verifier.py SECONDS` and spoken to in JSON lines.
+A worker sets a processor-time limit per answer after which the kernel ends it; the pool then scores that answer as
+wrong, counts it, and starts another worker. Processor time, because the same answer then gets the same mark on a busy
+machine. Nothing depends on the thread or process that asks. A worker whose parent dies ends too.
 
-Model text is never evaluated: answers reach the library as LaTeX only, for its grammar (its reader of plain expressions, which calls Python's
-own parser, is not used), and towers of powers or large factorials are turned away unread.
+Model text is never evaluated: answers reach the library as LaTeX only, for its grammar (its reader of plain
+expressions, which calls Python's own parser, is not used), and towers of powers or large factorials are turned away
+unread. Percent signs are dropped on both sides, so that 28% is 28 here as it is for the other verify types.
 
 Left out: choosing among several answers; the last one counts.
 """
@@ -33,11 +35,12 @@ LARGEST_POWER = 5000   # digits that a written-out power may have
 
 _PLAIN_WORDS = {"sin", "cos", "tan", "log", "ln", "exp", "pi", "sqrt", "infty"}
 _MATH_SEGMENT = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
-_UNICODE = str.maketrans({"\u2212": "-", "×": r"\times ", "÷": "/", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq ",
-                          "\n": " ", "\r": " ", "$": "", "%": ""})
+_BRACES = re.compile(r"\\[\\{}]|[{}]")
+_UNICODE = str.maketrans({"\u2212": "-", "×": r"\times ", "÷": "/", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ",
+                          "≤": r"\leq ", "≥": r"\geq ", "\n": " ", "\r": " ", "$": "", "%": ""})
 
 
-# ---- the answer in a completion -------------------------------------------------------------------------------------------------------------
+# ---- the answer in a completion -------------------------------------------------------------------------------------
 
 def last_boxed(text: str) -> str | None:
     r"""What stands in the last `\boxed{...}`, braces balanced; None without a box or when the last one is not closed.
@@ -49,7 +52,7 @@ def last_boxed(text: str) -> str | None:
     if start < 0:
         return None
     depth = 0
-    for match in re.compile(r"\\[\\{}]|[{}]").finditer(text, start + len("\\boxed")):
+    for match in _BRACES.finditer(text, start + len("\\boxed")):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
         if depth == 0:
             return text[start + len("\\boxed{"):match.start()]
@@ -71,8 +74,9 @@ def last_line(text: str) -> str:
 def math_answer(text: str) -> str | None:
     r"""The answer of a completion, or of a worked gold, as LaTeX; None when there is none that can be read.
 
-    The last `\boxed{}`, else the last `<answer>`, else what follows the last `####`, else the last formula (`$...$`, `\(...\)`) of the last line, else
-    what that line says after its last "is", "equals" or colon, else its last number. A box that is not closed is no answer.
+    The last `\boxed{}`, else the last `<answer>`, else what follows the last `####`, else the last formula (`$...$`,
+    `\(...\)`) of the last line, else what that line says after its last "is", "equals" or colon, else its last number.
+    A box that is not closed is no answer.
 
     >>> math_answer("So the chance is 1/2.")
     '1/2'
@@ -96,7 +100,8 @@ def math_answer(text: str) -> str | None:
 
 
 def to_latex(answer: str) -> str | None:
-    r"""One answer in the form that the library reads: no dollars, no percent signs, plain spellings as LaTeX; None when too long or too large.
+    r"""One answer in the form that the library reads: no dollars, no percent signs, plain spellings as LaTeX; None when
+    too long or too large.
 
     >>> to_latex("2 2/3"), to_latex("x**2"), to_latex("3.5e2"), to_latex("9**9**9")
     ('2\\frac{2}{3}', 'x^2', '3.5\\cdot 10^{2}', None)
@@ -108,7 +113,8 @@ def to_latex(answer: str) -> str | None:
         answer = re.sub(r"([0-9]) +([0-9]+)/([0-9]+)", r"\1\\frac{\2}{\3}", answer)
         answer = re.sub(r"([0-9])[eE]([-+]?[0-9]+)", r"\1\\cdot 10^{\2}", answer)
         answer = re.sub(r"(?<![A-Za-z\\])(sin|cos|tan|log|ln|exp|pi|infty)(?![A-Za-z])", r"\\\1 ", answer)
-        answer = re.sub(r"(?<![A-Za-z\\])(?!sqrt|frac|cdot|infty)[A-Za-z]{4,}", r"\\text{\g<0>}", answer)  # a word, not a product of letters
+        # A word, not a product of letters.
+        answer = re.sub(r"(?<![A-Za-z\\])(?!sqrt|frac|cdot|infty)[A-Za-z]{4,}", r"\\text{\g<0>}", answer)
     return answer if answer and not _too_large(answer) else None
 
 
@@ -126,12 +132,13 @@ def _too_large(answer: str) -> bool:
     return False
 
 
-# ---- the pool, in the process that trains ---------------------------------------------------------------------------------------------------
+# ---- the pool, in the process that trains ---------------------------------------------------------------------------
 
 class _Worker:
     def __init__(self, seconds: float):
-        self.process = subprocess.Popen([sys.executable, os.path.abspath(__file__), str(seconds)], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+        self.process = subprocess.Popen([sys.executable, os.path.abspath(__file__), str(seconds)],
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                        start_new_session=True)  # a Ctrl-C is the trainer's to handle
         self.job = None  # index of the job at hand, -1 while starting, None when idle
         self.expect(-1)
 
@@ -146,13 +153,15 @@ class _Worker:
 
 
 class MathPool:
-    """Worker processes that compare answers; they start at the first call and stay. One call at a time (calls from other threads wait).
+    """Worker processes that compare answers; they start at the first call and stay. One call at a time (calls from
+    other threads wait).
 
-    seconds: processor time per answer. `stuck` counts the answers that were given up: over the limit, or twice the end of their worker.
+    seconds: processor time per answer. `stuck` counts the answers that were given up: over the limit, or twice the end
+    of their worker.
     """
 
     def __init__(self, workers: int, seconds: float = MATH_SECONDS):
-        self.workers, self.seconds, self.stuck = workers, seconds, 0
+        self.workers, self.seconds, self.stuck, self._failed_starts = workers, seconds, 0, 0
         self._all: list[_Worker] = []
         self._lock = threading.Lock()
 
@@ -182,13 +191,16 @@ class MathPool:
                 if line:
                     if worker.job >= 0:
                         results[worker.job] = line == b"1\n"
-                    worker.job = None
+                    worker.job, self._failed_starts = None, 0
                     continue
                 self._all.remove(worker)
                 status = worker.end()
                 if worker.job < 0:
-                    raise ValueError("The MATH workers do not start: install the math-verify package (pip install math-verify).")
-                if status == -signal.SIGPROF or time.monotonic() >= worker.deadline or worker.job in lost:
+                    self._failed_starts += 1
+                    if self._failed_starts >= 3:
+                        raise ValueError("The workers of MATH do not start: install the math-verify package "
+                                         "(pip install math-verify).")
+                elif status == -signal.SIGPROF or time.monotonic() >= worker.deadline or worker.job in lost:
                     self.stuck += 1
                 else:  # it died of something else, perhaps not of this answer: once more with another
                     lost.add(worker.job)
@@ -212,7 +224,7 @@ class MathPool:
                 self._all.pop().end()
 
 
-# ---- the worker -----------------------------------------------------------------------------------------------------------------------------
+# ---- the worker -----------------------------------------------------------------------------------------------------
 
 def _work(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
@@ -235,8 +247,10 @@ def _work(seconds: float) -> None:
         except (Exception, RecursionError):
             return False
 
-    # The library's parser is slow on each kind of expression it meets first: that must not count against the first answers.
-    for gold, given in [("\\frac{1}{2}", "0.5"), ("(x+1)(x-1)", "x^2-1"), ("(1,2)", "\\{1,2\\}"), ("\\sqrt{2}+\\pi", "2"), ("x=5", "1<x<2")]:
+    # The library's parser is slow on each kind of expression it meets first: that must not count against the first
+    # answers.
+    for gold, given in [("\\frac{1}{2}", "0.5"), ("(x+1)(x-1)", "x^2-1"), ("(1,2)", "\\{1,2\\}"),
+                        ("\\sqrt{2}+\\pi", "2"), ("x=5", "1<x<2")]:
         answer(gold, given)
     answers.write(b"ready\n")
     for line in sys.stdin.buffer:

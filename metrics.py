@@ -15,6 +15,8 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+from rollout import Completion
+
 
 class Tracker:
     """Writes metrics of one run.
@@ -72,6 +74,30 @@ def _start_wandb(folder: Path, name: str, settings: dict):
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run
+
+
+def rollout_metrics(completions: list[Completion]) -> dict[str, float]:
+    """Rewards and lengths of a rollout; the reward is the raw one, before any normalisation."""
+    rewards = [c.reward for c in completions if c.reward is not None]
+    groups: dict[int, list[float]] = {}
+    for c in completions:
+        if c.reward is not None:
+            groups.setdefault(c.question, []).append(c.reward)
+    lengths = [len(c.ids) for c in completions]
+    advantages = [c.advantage for c in completions]
+    count = max(1, len(groups))
+    return {
+        "reward/mean": sum(rewards) / max(1, len(rewards)),
+        "reward/unscorable": len(completions) - len(rewards),
+        "reward/groups_all_right": sum(min(g) == 1 for g in groups.values()) / count,
+        "reward/groups_all_wrong": sum(max(g) == 0 for g in groups.values()) / count,
+        "reward/groups_without_signal": sum(min(g) == max(g) for g in groups.values()) / count,
+        "advantage/mean": sum(advantages) / len(advantages),
+        "advantage/max": max(advantages), "advantage/min": min(advantages),
+        "completion/length_mean": sum(lengths) / len(lengths), "completion/length_max": max(lengths),
+        "completion/truncated_share": sum(not c.finished for c in completions) / len(completions),
+        "completion/tokens": sum(lengths),
+    }
 
 
 class Clock:

@@ -1,25 +1,27 @@
 r"""Reads numbers out of free text, exactly, in linear time.
 
-What a number is: ASCII digits with an optional sign, decimals (`3.50`, `.5`), thousands marks in well-formed groups of three (`8,250`, LaTeX
-`8{,}250` and `8,\!250`), an exponent (`3.5e2`), a simple fraction (`2/3`, `\frac{2}{3}`, `\frac23`), a mixed number (`2 2/3`, `2\frac{2}{3}`).
-Values are `fractions.Fraction`, never floats, so `29.00` equals `29` and nothing is rounded.
+What a number is: ASCII digits with an optional sign, decimals (`3.50`, `.5`), thousands marks in well-formed groups of
+three (`8,250`, LaTeX `8{,}250` and `8,\!250`), an exponent (`3.5e2`), a simple fraction (`2/3`, `\frac{2}{3}`,
+`\frac23`), a mixed number (`2 2/3`, `2\frac{2}{3}`). Values are `fractions.Fraction`, never floats, so `29.00` equals
+`29` and nothing is rounded.
 
-`-` and U+2212 are signs unless they follow a digit, a letter or a closing bracket; an en dash is not a sign. A percent sign is ignored
-(`28%` is 28). A comma that is no thousands mark separates two numbers (`20,00` is 20 and 0). Other digits (full width, superscripts, circled) are
-no numbers; digits are
-numbers wherever they stand (`T3` holds a 3). What looks like one number in a notation that is not supported (`1.234,5`, `1.2.3`, `1/2/2024`, `5/0`) is one token without a value,
-so that no fragment of it can be paid for.
+`-` and U+2212 are signs unless they follow a digit, a letter or a closing bracket; an en dash is not a sign. A percent
+sign is ignored (`28%` is 28). A comma that is no thousands mark separates two numbers (`20,00` is 20 and 0). Other
+digits (full width, superscripts, circled) are no numbers; digits are numbers wherever they stand (`T3` holds a 3). What
+looks like one number in a notation that is not supported (`1.234,5`, `1.2.3`, `1/2/2024`, `5/0`) is one token without a
+value, so that no fragment of it can be paid for.
 
-Left out: European decimal commas, numbers in words, arithmetic. Numbers of more than MAX_DIGITS digits, written out, have no value either: an
-exponent such as `1e999999999` then costs neither time nor memory, and as no gold may be that large, no right answer is lost; the same holds
-for a spelling of more than 4 * MAX_DIGITS characters.
+Left out: European decimal commas, numbers in words, arithmetic. Numbers of more than MAX_DIGITS digits, written out,
+have no value either: an exponent such as `1e999999999` then costs neither time nor memory, and as no gold may be that
+large, no right answer is lost; the same holds for a spelling of more than 4 * MAX_DIGITS characters.
 """
 import re
 from fractions import Fraction
 
 MAX_DIGITS = 1000
 
-# Every repetition below is followed by something it cannot itself match, and none starts with spaces: linear time on any text.
+# Every repetition below is followed by something it cannot itself match, and none starts with spaces: linear time on
+# any text.
 _INTEGER = r"(?:[1-9][0-9]{0,2}(?:(?:,(?:\\!)?|\{,\})[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?|(?<![^\W_])(?<!\.)\.[0-9]+)(?:[eE][-+\u2212]?[0-9]+)?"
 _SIGN = r"(?:(?<![^\W_])(?<![)\]}])[-+\u2212])?"
@@ -28,7 +30,9 @@ _NUMBER = re.compile(rf"""
     (?P<european> [1-9][0-9]{{0,2}} (?:\.[0-9]{{3}})+ ,[0-9]+ (?![.,]?[0-9]) )
   | (?P<sign> {_SIGN} ) (?:\\?[$€£])?
     (?:
-        (?: (?P<whole>{_INTEGER}) \ * )? \\[dt]?frac \ * (?: \{{\ *(?P<top>{_SIGNED})\ *\}} \ * \{{\ *(?P<bottom>{_SIGNED})\ *\}} | (?P<top1>[0-9])\ ?(?P<bottom1>[0-9]) )
+        (?: (?P<whole>{_INTEGER}) \ * )? \\[dt]?frac \ *
+        (?: \{{\ *(?P<top>{_SIGNED})\ *\}} \ * \{{\ *(?P<bottom>{_SIGNED})\ *\}}
+          | (?P<top1>[0-9])\ ?(?P<bottom1>[0-9]) )
       | (?: (?P<mixed>{_INTEGER}) \ + (?=[0-9]) (?P<over>{_INTEGER}) / (?P<under>{_INTEGER}) (?![0-9])
           | (?P<number>{_DECIMAL}) (?: \ ?/\ ? (?P<denominator>{_SIGNED}) )?
         ) (?P<tail> (?:[./][0-9]+)+ )?
@@ -50,7 +54,8 @@ def _decimal(text: str) -> Fraction | None:
     shorter = digits.rstrip("0")
     if len(power) > 9 or len(shorter) > MAX_DIGITS:
         return None
-    shift = (-int(power) if (exponent or "").startswith("-") else int(power)) - len(decimals) + len(digits) - len(shorter)
+    shift = -int(power) if (exponent or "").startswith("-") else int(power)
+    shift += len(digits) - len(shorter) - len(decimals)
     if not -MAX_DIGITS <= shift <= MAX_DIGITS:
         return None
     value = Fraction(int(shorter)) * Fraction(10) ** shift
@@ -83,8 +88,9 @@ def last_number(text: str) -> Fraction | None:
     digit = max(map(text.rfind, "0123456789"))
     if digit < 0:
         return None
-    # The last number ends at the last digit (and a brace) and cannot reach back over a character that no number holds: reading from there on
-    # spares the rest of the text. No readable number is as long as the window, so one that fills it has no value.
+    # The last number ends at the last digit (and a brace) and cannot reach back over a character that no number holds:
+    # reading from there on spares the rest of the text. No readable number is as long as the window, so one that fills
+    # it has no value.
     start = digit + 1 - _NUMBER_CHARACTERS.match(text[digit::-1]).end()
     *_, last = _NUMBER.finditer(text, start, digit + 1 + MAX_DIGITS)
     return None if last.start() == start and digit - start > MAX_DIGITS * 4 else _value(last)
@@ -96,17 +102,21 @@ def first_number(text: str) -> Fraction | None:
     return _value(_NUMBER.search(text, max(0, digit.start() - 50))) if digit else None
 
 
-# What may stand around the one number of a box, a tag or a gold: text commands, spaces, money, degrees. Anything else (\pi, \sqrt) makes it an expression.
-_PLAIN_COMMANDS = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|boxed|left|right|q?quad|circ|degree|approx|[dt]?frac)(?![A-Za-z])|\\[^A-Za-z]")
+# What may stand around the one number of a box, a tag or a gold: text commands, spaces, money, degrees. Anything else
+# (\pi, \sqrt) makes it an expression.
+_PLAIN_COMMANDS = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|boxed|left|right|q?quad|circ|degree|approx|"
+                             r"[dt]?frac)(?![A-Za-z])|\\[^A-Za-z]")
 _UNIT_POWER = re.compile(r"(?<=[A-Za-z}])\s?\^\s?(?:[-\u2212]?[0-9]|\{\s?[-\u2212]?[0-9]\s?\})")
-_OPERATOR_BEFORE = re.compile(r"(?:[0-9)\]}]|(?<![A-Za-z])[A-Za-z])\s?(?:\*\*?|[-+/^\u2212×·÷])\s?\Z")
-_OPERATOR_AFTER = re.compile(r"\s?(?:\*\*?|[-+/^\u2212×·÷])\s?(?:[0-9({]|[A-Za-z](?![A-Za-z]))|(?:[xyz](?![A-Za-z]))|\s?!(?!\w)")
+_OPERATOR_BEFORE = re.compile(r"(?:[0-9)\]}]|(?<![A-Za-z])[A-Za-z])\s?(?:\*\*?|[-+/^\u2212×·÷])\s?\(?\Z")
+_OPERATOR_AFTER = re.compile(r"\s?(?:\*\*?|[-+/^\u2212×·÷])\s?(?:[0-9({]|[A-Za-z](?![A-Za-z]))"
+                             r"|[xyz](?![A-Za-z])|!(?!\w)")
 
 
 def stated_number(text: str) -> Fraction | None:
     r"""The last number of the text, None where it is only a part of an expression (`x+1`, `2\pi`, `6+8`).
 
-    After an equals sign only what follows the last one counts: `6+8=14` states 14. Units may follow (`14 cm^2`, `14\text{ m}^2`).
+    After an equals sign only what follows the last one counts: `6+8=14` states 14. Units may follow (`14 cm^2`,
+    `14\text{ m}^2`).
 
     >>> stated_number(r"\sqrt{2}") is None
     True

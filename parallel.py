@@ -119,8 +119,11 @@ def fail_together(mesh: Mesh):
         if isinstance(error, SystemExit) and not error.code:
             raise
         sys.stdout.flush()
-        print(f"\nstage {mesh.stage} of {mesh.stages} failed:", file=sys.stderr)
-        traceback.print_exc()
+        if "onnection closed by peer" in str(error) or "Connection reset by peer" in str(error):
+            print(f"stage {mesh.stage} of {mesh.stages} stops: another stage has left", file=sys.stderr)
+        else:
+            print(f"\nstage {mesh.stage} of {mesh.stages} failed:", file=sys.stderr)
+            traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
     dist.destroy_process_group()
@@ -180,13 +183,13 @@ def send_weights(stage, target, mesh: Mesh, mixup: float = 1.0) -> None:
     if mesh.is_first:
         destination = target.export_tensors()
         for name, tensor in tensors.items():
-            destination[name].lerp_(tensor.to(dtype), mixup)
+            _move(destination[name], tensor.to(dtype), mixup)
         for source in range(1, mesh.stages):
             names, sizes = mesh.broadcast(None, source)
             flat = torch.empty(sum(sizes), dtype=dtype, device=mesh.device)
             dist.recv(flat, group_src=source, group=mesh.pp_group)
             for name, part in zip(names, flat.split(sizes)):
-                destination[name].lerp_(part.view_as(destination[name]), mixup)
+                _move(destination[name], part.view_as(destination[name]), mixup)
     else:
         for source in range(1, mesh.stages):
             mine = source == mesh.stage
@@ -194,6 +197,13 @@ def send_weights(stage, target, mesh: Mesh, mixup: float = 1.0) -> None:
             if mine:
                 flat = torch.cat([t.to(dtype).flatten() for t in tensors.values()])
                 dist.send(flat, group_dst=0, group=mesh.pp_group)
+
+
+def _move(target: Tensor, source: Tensor, mixup: float) -> None:
+    if mixup == 1:  # a target not yet filled may hold NaN, of which lerp would keep 0 * NaN
+        target.copy_(source)
+    else:
+        target.lerp_(source, mixup)
 
 
 def checksum(stage: nn.Module) -> int:

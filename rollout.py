@@ -156,24 +156,38 @@ def first_fit_decreasing(lengths: list[int], row_length: int) -> list[list[int]]
 
 
 def choose_row_length(
-    completions: list[Completion], stages: int, share_prompts: bool, microbatch_size: int = 1, multiple: int = 16
+    completions: list[Completion], stages: int, share_prompts: bool, *, microbatch_size: int = 1,
+    attention_cost: float = 1e-4, multiple: int = 16,
 ) -> int:
-    """T for a rollout: long enough for the longest sequence, and short enough that M is about four times the stages.
+    """T for a rollout: of a few sizes that hold the longest sequence, the one whose step is cheapest.
 
-    The bubble of a schedule is (stages - 1) / (M + stages - 1): with M = 4 * stages it is under a fifth. Fewer, longer
-    rows waste less padding and hold whole groups, so T is the longest that still gives that many microbatches. It is
-    rounded up to one of a few sizes (``multiple`` times 1, 2, 3, 4, 6, 8, 12, 16, ...), so that allocators and kernels
-    see the same shapes again.
+    Long rows waste less padding and hold whole groups, so fewer prompts are repeated; short rows cost less attention,
+    which looks at all T x T pairs, and make more microbatches M, so less bubble. With padding included in M * T:
+
+        cost(T) = M * (T * (1 + attention_cost * T) + 64) * (1 + (stages - 1) / M)
+
+    64 stands for what a microbatch costs beside its tokens. The sizes are ``multiple`` times 1, 2, 3, 4, 6, 8, 12, 16, ...,
+    so that allocators and kernels see the same shapes again.
+
+    Args:
+        attention_cost: of one more column, relative to the matrix products of a token (``stages.attention_cost``).
     """
     lengths = [len(c) for c in completions if c.ids]
     if not lengths:
         return multiple
-    whole = max(lengths)  # every block fits a row of this length, by splitting groups
-    tokens = sum(
-        block_length(block, completions) for block in make_blocks(completions, 2**62, share_prompts)
-    )
-    wanted = max(whole, math.ceil(tokens / (4 * stages * microbatch_size)))
-    return round_up_to_bucket(wanted, multiple)
+    most = sum(lengths)  # one row holds everything
+
+    def cost(row_length: int) -> float:
+        blocks = make_blocks(completions, row_length, share_prompts)
+        rows = len(first_fit_decreasing([block_length(b, completions) for b in blocks], row_length))
+        microbatches = max(math.ceil(rows / microbatch_size), stages)
+        tokens = microbatch_size * row_length * (1 + attention_cost * row_length)
+        return (tokens + 64) * (microbatches + stages - 1)
+
+    sizes = [round_up_to_bucket(max(lengths), multiple)]
+    while sizes[-1] < most:
+        sizes.append(round_up_to_bucket(sizes[-1] + 1, multiple))
+    return min(sizes, key=cost)
 
 
 def round_up_to_bucket(length: int, multiple: int = 16) -> int:

@@ -151,17 +151,20 @@ def draw(
 
 # ------------------------------------------------------------------------------------------------ between stages
 class Link:
-    """What a stage sends to the next one, and the last one to all others. Made by every rank of ``group`` at once.
+    """What a stage sends to the next one, and the last one to all others.
 
-    Hidden states travel on a group of their own (NCCL's on GPUs), what was drawn travels to the host over gloo. Sends
-    never block (gloo's plain ``send`` waits for its receiver, and two stages that send to each other wait forever).
+    Hidden states travel through ``group`` (NCCL on GPUs), what was drawn travels from host to host through ``control``,
+    a gloo group of the same ranks. Sends never block: gloo's plain ``send`` waits for its receiver, and two stages that
+    send to each other would wait forever.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu"):
-        ranks = dist.get_process_group_ranks(group)
-        self.index, self.count, self.device = dist.get_rank(group), len(ranks), device
-        self.forward = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
-        self.results = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device | str = "cpu", control: dist.ProcessGroup | None = None
+    ):
+        self.index, self.count, self.device = dist.get_rank(group), dist.get_world_size(group), device
+        # Without a group for it every process of the job has to make its link now.
+        self.control = control or dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+        self.forward = group
         self.waited = 0.0  # seconds spent waiting for others
 
     def send_hidden(self, hidden: Tensor) -> list:
@@ -171,10 +174,10 @@ class Link:
         return self._receive(torch.empty(shape, dtype=dtype, device=self.device), self.forward, self.index - 1)
 
     def send_results(self, results: Tensor) -> list:
-        return [(dist.isend(results, group=self.results, group_dst=to), results) for to in range(self.count - 1)]
+        return [(dist.isend(results, group=self.control, group_dst=to), results) for to in range(self.count - 1)]
 
     def receive_results(self, count: int) -> Tensor:
-        return self._receive(torch.empty(3, count, dtype=torch.float64), self.results, self.count - 1)
+        return self._receive(torch.empty(3, count, dtype=torch.float64), self.control, self.count - 1)
 
     def _receive(self, into: Tensor, group: dist.ProcessGroup, source: int) -> Tensor:
         start = time.perf_counter()

@@ -117,6 +117,12 @@ def _parameters_of_a_layer(config) -> int:
     return sum(p.numel() for p in _skeleton(one_layer).model.layers[0].parameters())
 
 
+def attention_cost(config) -> float:
+    """What attending to one more column costs a token, relative to the matrix products of a layer."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_attention_heads * head_dim / _parameters_of_a_layer(config)
+
+
 def describe_plan(specs: list[StageSpec], config) -> str:
     """The plan as a small table for the console; memory is weights + gradients + AdamW state in float32."""
     lines = ["stage  layers    parameters  share of cost  weights+gradients+AdamW"]

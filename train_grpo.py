@@ -28,18 +28,18 @@ from pathlib import Path
 
 import torch
 
-import metrics as m
 from checkpoint import export_model
 from config import Settings, SettingsError, parse_settings
 from evaluate import evaluate
 from grpo_loss import LossSettings, group_advantages, policy_loss, policy_metrics, token_weights
-from parallel import Mesh, checksum, clip_gradients, fail_together, open_mesh, send_weights, sum_tied_gradient
-from pipeline import Pipeline, theoretical_bubble
-from reference import Reference
+from metrics import Clock, Progress, Tracker, rollout_metrics
+from parallel import Mesh, fail_together, open_mesh
+from pipeline import theoretical_bubble
+from policy import Policy
 from rewards import grade, read_golds
 from rollout import Completion, Rows, choose_row_length, decode, pack
-from sampler import Link, Sampler, Sampling, load_engine, stop_ids
-from stages import Stage, describe_plan, load_config, load_weights, plan_stages
+from sampler import Sampling
+from stages import describe_plan
 from tasks import Question, hold_out, load_questions, render_prompts
 from tiny_model import make_tiny_model
 
@@ -80,37 +80,13 @@ def batches(count: int, batch_size: int, epoch: int, seed: int) -> list[list[int
     return [order[i : i + batch_size] for i in range(0, count, batch_size)]
 
 
-def learning_rate(settings: Settings, step: int, steps: int) -> float:
-    """The rate of update ``step`` (from 0) of ``steps``: linear warm-up, then constant, linear or cosine to 0."""
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
-    done = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
-    shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
-    return settings.learning_rate * shape[settings.lr_schedule]
-
-
 # ------------------------------------------------------------------------------------------------ the trainer
 class Trainer:
-    """The policy's stage on this rank, and all that trains it."""
+    """The steps of GRPO over a policy; every method is called on every stage."""
 
-    def __init__(self, settings: Settings, mesh: Mesh, model: str, tokenizer):
-        self.settings, self.mesh, self.model, self.tokenizer = settings, mesh, model, tokenizer
-        s, self.config = settings, load_config(model)
-        self.plan = plan_stages(self.config, mesh.stages, s.split_sizes())
-        self.stop_ids = stop_ids(model, self.config, tokenizer)
-        pad = tokenizer.pad_token_id
-        self.pad_id = pad if pad is not None else min(self.stop_ids, default=0)
-
-        self.stage = load_weights(self.make_stage(self.plan[mesh.stage]), model)
-        pipeline = dict(schedule=s.schedule, microbatch_size=s.microbatch_size)
-        self.pipeline = Pipeline(self.stage, mesh, **pipeline)
-        self.reference = None
-        if s.beta > 0:
-            whole = s.reference == "rank0"
-            spec = plan_stages(self.config, 1)[0] if whole else self.plan[mesh.stage]
-            frozen = load_weights(self.make_stage(spec), model) if mesh.is_first or not whole else None
-            self.reference = Reference(frozen, mesh, None if whole else Pipeline(frozen, mesh, **pipeline))
-        self.sampler = self.make_sampler()
+    def __init__(self, settings: Settings, policy: Policy):
+        self.settings, self.policy, self.mesh = settings, policy, policy.mesh
+        s = settings
         self.loss_settings = LossSettings(
             loss=s.loss, epsilon=s.epsilon, epsilon_high=s.epsilon_high, beta=s.beta, delta=s.dual_clip or None,
             sampler_correction=s.sampler_correction, correction_cap=s.correction_cap,
@@ -119,45 +95,6 @@ class Trainer:
             temperature=s.temperature, max_new_tokens=s.max_completion_tokens,
             max_sequences_in_flight=s.max_sequences_in_flight or max(s.batch_size * s.group_size, 256),
         )
-        self.optimizer = torch.optim.AdamW(
-            self.stage.parameters(), lr=s.learning_rate, betas=(s.adam_beta1, s.adam_beta2), weight_decay=s.weight_decay
-        )
-        self.updates = self.skipped = self.bad_in_a_row = 0
-
-    def make_stage(self, spec) -> Stage:
-        s, device = self.settings, self.mesh.device
-        dtype = getattr(torch, s.dtype)
-        automatic = torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype
-        return Stage(
-            self.config, spec, device=device, dtype=dtype, temperature=s.temperature,
-            compute_dtype=automatic if s.compute_dtype == "auto" else getattr(torch, s.compute_dtype),
-            activation_checkpointing=s.activation_checkpointing == "full",
-        )
-
-    def make_sampler(self):
-        """The engine on this rank, or None where the first stage's rank samples alone."""
-        s, mesh = self.settings, self.mesh
-        common = dict(eos_ids=self.stop_ids, pad_id=self.pad_id, decode=self.tokenizer.decode)
-        self.landing = None  # a whole model on the first rank, where the stages' weights arrive
-        if mesh.stages == 1 and s.sampler in ("rank0", "pipeline"):
-            return Sampler(self.stage, **common)  # the policy itself: nothing to copy
-        if s.sampler == "pipeline":
-            return Sampler(self.stage, link=Link(mesh.pp_group, mesh.device), **common)
-        if mesh.is_first:
-            self.landing = self.make_stage(plan_stages(self.config, 1)[0])
-            self.landing.requires_grad_(False)
-        if s.sampler != "rank0":
-            engine = load_engine(s.sampler)
-            sampler = None
-            if mesh.is_first:
-                sampler = engine(self.model, device=mesh.device, dtype=self.stage.compute_dtype, **common)
-        else:
-            sampler = Sampler(self.landing, **common) if mesh.is_first else None
-        return sampler
-
-    def generate(self, prompts: list[list[int]], **arguments) -> list[Completion]:
-        """Completions on the first stage's rank; call on every stage with the same arguments."""
-        return [] if self.sampler is None else self.sampler.generate(prompts, **arguments)
 
     # -------------------------------------------------------------------------------------------- one step
     def step(self, number: int, questions: list[Question], total_updates: int) -> dict[str, float]:
@@ -166,7 +103,7 @@ class Trainer:
         Returns:
             on the first stage all metrics of the step; elsewhere nothing of use.
         """
-        clock = m.Clock()
+        clock = Clock()
         with clock.phase("sample"):
             completions = self.sample(number, questions)
         with clock.phase("verify"):
@@ -177,7 +114,7 @@ class Trainer:
             self.score(rows)
         values |= self.update(number, rows, total_updates, clock)
         with clock.phase("sync"):
-            values |= self.sync()
+            values |= self.policy.sync()
         times = clock.metrics()
         tokens = values.get("completion/tokens", 0)
         values |= times | {"throughput/tokens_per_s": tokens / times["time/step"]}
@@ -189,11 +126,11 @@ class Trainer:
         chunk = s.chunk_size or len(prompts)
         completions = []
         for first in range(0, len(prompts), chunk):
-            completions += self.generate(
+            completions += self.policy.generate(
                 prompts[first : first + chunk], group_size=s.group_size, sampling=self.sampling, stream=(s.seed, number),
                 first_question=first,
             )
-        decode(completions, self.tokenizer, self.stop_ids)
+        decode(completions, self.policy.tokenizer, self.policy.stop_ids)
         return completions
 
     def verify(self, completions: list[Completion], questions: list[Question]) -> dict[str, float]:
@@ -215,25 +152,28 @@ class Trainer:
         """The rollout's rows, packed on the first stage and sent to all."""
         s, rows = self.settings, None
         if self.mesh.is_first:
-            length = s.row_length or choose_row_length(completions, self.mesh.stages, s.share_prompts, s.microbatch_size)
+            length = s.row_length or choose_row_length(
+                completions, self.mesh.stages, s.share_prompts, microbatch_size=s.microbatch_size,
+                attention_cost=self.policy.attention_cost,
+            )
             rows = pack(
-                completions, length, share_prompts=s.share_prompts, pad_id=self.pad_id, rows_multiple=s.microbatch_size,
-                rows_at_least=self.pipeline.rows_needed(),
-                dtype=torch.float64 if self.stage.dtype == torch.float64 else torch.float32,
+                completions, length, share_prompts=s.share_prompts, pad_id=self.policy.pad_id,
+                rows_multiple=s.microbatch_size, rows_at_least=self.policy.pipeline.rows_needed(),
+                dtype=torch.float64 if self.policy.stage.dtype == torch.float64 else torch.float32,
             )
         return self.mesh.broadcast(rows).to(self.mesh.device)
 
     def score(self, rows: Rows) -> None:
         """Log-probs of the old policy (only when several updates follow) and of the reference, on the last stage."""
         if self.settings.grpo_iterations > 1:
-            scored = self.pipeline.score(rows)
+            scored = self.policy.pipeline.score(rows)
             rows.old_logprob = None if scored is None else scored[..., 0]
-        if self.reference is not None:
-            rows.ref_logprob = self.reference.score(rows)
+        if self.policy.reference is not None:
+            rows.ref_logprob = self.policy.reference.score(rows)
 
-    def update(self, number: int, rows: Rows, total_updates: int, clock: m.Clock) -> dict[str, float]:
+    def update(self, number: int, rows: Rows, total_updates: int, clock: Clock) -> dict[str, float]:
         """``grpo_iterations`` updates from the same rows; metrics of the last one."""
-        s, mesh, values = self.settings, self.mesh, {}
+        s, mesh, policy, values = self.settings, self.mesh, self.policy, {}
         once = s.grpo_iterations == 1
 
         def loss_fn(output, c):
@@ -243,39 +183,17 @@ class Trainer:
             )
 
         for iteration in range(s.grpo_iterations):
-            rate = learning_rate(s, self.updates, total_updates)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.zero_grad(set_to_none=False)
+            policy.optimizer.zero_grad(set_to_none=False)
             with clock.phase("train"):
-                result = self.pipeline.train_step(rows, loss_fn)
+                result = policy.pipeline.train_step(rows, loss_fn)
             with clock.phase("optimizer"):
-                sum_tied_gradient(self.stage, mesh)
-                norm, by_stage = clip_gradients(self.stage, mesh, s.max_grad_norm)
-                self.apply(number, norm)
+                values = policy.optimize(total_updates)
             report = self.last_stage_report(rows, result) if mesh.is_last else None
             report = mesh.broadcast(report, mesh.stages - 1)
-            if number == 1 and iteration == 0:
+            if policy.updates == 1:
                 self.check_first_update(report)
-            values = report | {"train/grad_norm": norm, "train/learning_rate": rate, "train/skipped_updates": self.skipped}
-            values |= {f"train/grad_norm_stage{i}": part for i, part in enumerate(by_stage)}
+            values |= report
         return values | self.pipeline_metrics(rows)
-
-    def apply(self, number: int, norm: float) -> None:
-        """The optimizer's step, left out on all stages when the gradient is not finite: weights must stay finite."""
-        self.updates += 1
-        if math.isfinite(norm):
-            self.optimizer.step()
-            self.bad_in_a_row = 0
-            return
-        self.skipped += 1
-        self.bad_in_a_row += 1
-        if self.mesh.is_first:
-            print(f"\nstep {number}: the gradient norm is {norm}; this update is skipped", flush=True)
-        if self.bad_in_a_row >= self.settings.max_bad_steps:
-            raise FloatingPointError(
-                f"{self.bad_in_a_row} updates in a row had a gradient that is not finite: lower --learning_rate"
-            )
 
     def last_stage_report(self, rows: Rows, result) -> dict[str, float]:
         loss, output = result
@@ -297,15 +215,15 @@ class Trainer:
         if not report["train/tokens"]:
             return
         exact = [("train/ratio_mean", 1.0), ("train/clip_low", 0.0), ("train/clip_high", 0.0)]
-        if self.reference is not None:
+        if self.policy.reference is not None:
             exact.append(("train/kl", 0.0))
-        close = SAME.get(self.stage.compute_dtype, 0.05)
+        close = SAME.get(self.policy.stage.compute_dtype, 0.05)
         for name, wanted in exact:
             # several updates score the old policy in a pass of its own, which in bf16 may round differently
             if abs(report[name] - wanted) > (close if name == "train/kl" or self.settings.grpo_iterations > 1 else 0):
                 raise RuntimeError(f"at the first update {name} must be {wanted} but is {report[name]}")
         mismatch = report.get("sampler/logprob_diff_max", 0.0)
-        if self.stage.compute_dtype in SAME and mismatch > close:
+        if self.policy.stage.compute_dtype in SAME and mismatch > close:
             raise RuntimeError(
                 f"at the first update sampler and trainer differ by {mismatch:.2e} in a log-prob (at most {close:.0e}): "
                 "they do not hold the same weights or the same tokens"
@@ -314,7 +232,7 @@ class Trainer:
     def pipeline_metrics(self, rows: Rows) -> dict[str, float]:
         """The bubble of the latest train step, measured over all stages, beside the theoretical one."""
         microbatches = rows.shape[0] // self.settings.microbatch_size
-        timings = self.mesh.gather(self.pipeline.timings())
+        timings = self.mesh.gather(self.policy.pipeline.timings())
         longest = max(t["step_s"] for t in timings)
         values = {
             "pipeline/bubble_theory": theoretical_bubble(self.mesh.stages, microbatches),
@@ -324,106 +242,67 @@ class Trainer:
         }
         return values | {f"pipeline/busy_stage{i}": t["busy_s"] / longest for i, t in enumerate(timings)}
 
-    @torch.no_grad()
-    def sync(self) -> dict[str, float]:
-        """The new weights reach the sampler; version and checksum say which ones it holds."""
-        mesh = self.mesh
-        if self.settings.sampler == "pipeline" or mesh.stages == 1 and self.landing is None:
-            if self.sampler is not None:
-                self.sampler.version = self.updates
-            return {"sampler/weight_version": self.updates}
-        send_weights(self.stage, self.landing, mesh)
-        sums = mesh.gather(checksum(self.stage))
-        if not mesh.is_first:
-            return {}
-        arrived = checksum(self.landing)
-        if arrived != sum(sums) % 2**63:
-            raise RuntimeError(f"the sampler's weights have checksum {arrived:x}, the stages' {sum(sums) % 2**63:x}")
-        if self.landing is getattr(self.sampler, "stage", None):
-            self.sampler.version = self.updates
-        else:
-            self.sampler.update_weights(self.landing.export_tensors(), self.updates)
-        return {"sampler/weight_version": self.sampler.version, "sampler/weight_checksum": arrived % 2**31}
-
     def validate(self, held_out: list[Question]) -> tuple[dict[str, float], list[Completion]]:
-        return evaluate(self, held_out, self.sampling, self.mesh, self.tokenizer, self.stop_ids, seed=self.settings.seed)
-
-
-def rollout_metrics(completions: list[Completion]) -> dict[str, float]:
-    """Rewards and lengths of a rollout; the reward is the raw one, before any normalisation."""
-    rewards = [c.reward for c in completions if c.reward is not None]
-    groups: dict[int, list[float]] = {}
-    for c in completions:
-        if c.reward is not None:
-            groups.setdefault(c.question, []).append(c.reward)
-    lengths = [len(c.ids) for c in completions]
-    advantages = [c.advantage for c in completions]
-    count = max(1, len(groups))
-    return {
-        "reward/mean": sum(rewards) / max(1, len(rewards)),
-        "reward/unscorable": len(completions) - len(rewards),
-        "reward/groups_all_right": sum(min(g) == 1 for g in groups.values()) / count,
-        "reward/groups_all_wrong": sum(max(g) == 0 for g in groups.values()) / count,
-        "reward/groups_without_signal": sum(min(g) == max(g) for g in groups.values()) / count,
-        "advantage/mean": sum(advantages) / len(advantages),
-        "advantage/max": max(advantages), "advantage/min": min(advantages),
-        "completion/length_mean": sum(lengths) / len(lengths), "completion/length_max": max(lengths),
-        "completion/truncated_share": sum(not c.finished for c in completions) / len(completions),
-        "completion/tokens": sum(lengths),
-    }
+        return evaluate(self.policy, held_out, self.sampling, seed=self.settings.seed)
 
 
 # ------------------------------------------------------------------------------------------------ the run
-def train(settings: Settings, mesh: Mesh) -> None:
+def prepare(settings: Settings, mesh: Mesh) -> tuple[Trainer, list[Question], list[Question]]:
+    """Everything up to the first step; the questions and the held-out ones on the first stage, empty lists elsewhere.
+
+    Raises:
+        ValueError: data or a model that cannot be used, in one sentence.
+    """
     from transformers import AutoTokenizer
 
     model = settings.model
     if model == "tiny":
-        built = make_tiny_model(Path(settings.project_dir).parent / f"tiny-model-{settings.seed}", settings.seed) if mesh.is_first else None
-        model = str(mesh.broadcast(built))
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    questions, held_out = prepare_questions(settings, tokenizer) if mesh.is_first else ([], [])
-    trainer = Trainer(settings, mesh, model, tokenizer)
-    per_epoch = mesh.broadcast(math.ceil(len(questions) / settings.batch_size))
+        folder = Path(settings.project_dir).parent / f"tiny-model-{settings.seed}"
+        model = mesh.broadcast(str(make_tiny_model(folder, settings.seed)) if mesh.is_first else None)
+    policy = Policy(settings, mesh, model, AutoTokenizer.from_pretrained(model))
+    questions, held_out = prepare_questions(settings, policy.tokenizer) if mesh.is_first else ([], [])
+    policy.load()
+    return Trainer(settings, policy), questions, held_out
+
+
+def train(trainer: Trainer, questions: list[Question], held_out: list[Question]) -> None:
+    """All steps, validation before, between and after them, and the export of the trained model."""
+    settings, policy, mesh = trainer.settings, trainer.policy, trainer.mesh
+    per_epoch, validating = mesh.broadcast((math.ceil(len(questions) / settings.batch_size), bool(held_out)))
     steps = settings.epochs * per_epoch
     steps = min(steps, settings.max_steps) if settings.max_steps else steps
-    validating = mesh.broadcast(bool(held_out))
-    trainer.sync()
-    if settings.reference_update_fraction:
-        refresh_every = max(1, round(settings.reference_update_fraction * per_epoch))
-
-    folder, tracker, progress = Path(settings.project_dir), None, None
+    refresh_every = max(1, round(settings.reference_update_fraction * per_epoch))
+    folder, accuracy = Path(settings.project_dir), {}
     if mesh.is_first:
         print_start(trainer, questions, held_out, steps)
-        tracker = m.Tracker(folder, use_wandb=settings.tracker == "wandb", name=settings.run_name, settings=dataclasses.asdict(settings))
-        progress = m.Progress(steps)
-    accuracy: dict[int, float] = {}
+        tracker = Tracker(
+            folder, use_wandb=settings.tracker == "wandb", name=settings.run_name, settings=dataclasses.asdict(settings)
+        )
+        progress = Progress(steps)
 
     def validate(step: int) -> None:
-        if not validating:
-            return
-        values, samples = trainer.validate(held_out)
-        if mesh.is_first:
+        values, samples = trainer.validate(held_out) if validating else ({}, [])
+        if values:
             accuracy[step] = values["validation/accuracy"]
             tracker.log(step, values)
             progress.say(f"step {step:>4}  validation accuracy {accuracy[step]:.1%} on {len(held_out)} held-out questions")
-            for c in samples[: settings.show_samples]:
-                progress.say(f"  {held_out[c.question].question!r} -> {c.text!r}  reward {c.reward}")
+        for c in samples[: settings.show_samples]:
+            progress.say(f"  {held_out[c.question].question!r} -> {c.text!r}  reward {c.reward}")
 
     validate(0)
     for step in range(1, steps + 1):
         epoch, place = divmod(step - 1, per_epoch)
-        chosen = batches(len(questions), settings.batch_size, epoch, settings.seed)[place] if mesh.is_first else []
-        values = trainer.step(step, [questions[i] for i in chosen], steps * settings.grpo_iterations)
+        order = batches(len(questions), settings.batch_size, epoch, settings.seed) if mesh.is_first else []
+        values = trainer.step(step, [questions[i] for i in order[place]] if order else [], steps * settings.grpo_iterations)
         if settings.reference_update_fraction and step % refresh_every == 0:
-            trainer.reference.update(trainer.stage, settings.reference_mixup)
+            policy.reference.update(policy.stage, settings.reference_mixup)
         if mesh.is_first:
             tracker.log(step, values)
             progress.show(step, values["reward/mean"], values["throughput/tokens_per_s"])
         if settings.eval_every and step % settings.eval_every == 0 and step < steps:
             validate(step)
     validate(steps)
-    exported = export_model(trainer.stage, mesh, model, folder / "final") if settings.export else None
+    exported = export_model(policy.stage, mesh, policy.model, folder / "final") if settings.export else None
     if mesh.is_first:
         wandb_folder = tracker.wandb_folder()
         tracker.close()
@@ -431,11 +310,12 @@ def train(settings: Settings, mesh: Mesh) -> None:
 
 
 def print_start(trainer: Trainer, questions: list[Question], held_out: list[Question], steps: int) -> None:
-    s = trainer.settings
-    print(f"{s.model}: {trainer.config.model_type}, {trainer.config.num_hidden_layers} layers, {trainer.mesh.stages} stage(s) on {trainer.mesh.device.type}")
-    print(describe_plan(trainer.plan, trainer.config))
+    s, policy, mesh = trainer.settings, trainer.policy, trainer.mesh
+    layers = f"{policy.config.model_type}, {policy.config.num_hidden_layers} layers"
+    print(f"{s.model}: {layers}, {mesh.stages} stage{'s' * (mesh.stages > 1)} on {mesh.device.type}")
+    print(describe_plan(policy.plan, policy.config))
     print(f"{len(questions)} questions, {len(held_out)} held out, {steps} steps of {s.batch_size} x {s.group_size} completions")
-    if not getattr(trainer.tokenizer, "chat_template", None):
+    if not getattr(policy.tokenizer, "chat_template", None):
         print("the tokenizer has no chat template: a prompt is the question followed by a newline")
     print(f"first prompt: {questions[0].prompt_text!r}", flush=True)
 
@@ -465,7 +345,12 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(settings.seed)
     mesh = open_mesh(settings.device, settings.timeout)
     with fail_together(mesh):
-        train(settings, mesh)
+        try:
+            prepared = prepare(settings, mesh)
+        except ValueError as error:  # bad data or a bad model: the sentence says it all
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(2)
+        train(*prepared)
 
 
 if __name__ == "__main__":

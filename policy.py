@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+from transformers import AutoTokenizer
 
 from config import Settings
 from parallel import Mesh, checksum, clip_gradients, send_weights, sum_tied_gradient
@@ -30,13 +31,14 @@ class Policy:
         ValueError: a model that cannot be cut into ``mesh.stages`` stages.
     """
 
-    def __init__(self, settings: Settings, mesh: Mesh, model: str, tokenizer):
-        self.settings, self.mesh, self.model, self.tokenizer = settings, mesh, model, tokenizer
-        s, self.config = settings, load_config(model)
-        self.plan = plan_stages(self.config, mesh.stages, s.split_sizes())
+    def __init__(self, settings: Settings, mesh: Mesh, model: str):
+        self.settings, self.mesh, self.model = settings, mesh, model
+        self.config = load_config(model)
+        self.plan = plan_stages(self.config, mesh.stages, settings.split_sizes())
         self.attention_cost = attention_cost(self.config)
-        self.stop_ids = stop_ids(model, self.config, tokenizer)
-        pad = tokenizer.pad_token_id
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.stop_ids = stop_ids(model, self.config, self.tokenizer)
+        pad = self.tokenizer.pad_token_id
         self.pad_id = pad if pad is not None else min(self.stop_ids, default=0)
         self.landing: Stage | None = None  # a whole model on the first rank, where the stages' weights arrive
         self.reference: Reference | None = None

@@ -27,7 +27,7 @@ def read_rows(spec):
     path = Path(spec).expanduser()
     if spec.startswith("task:"):
         return _task_rows(spec)
-    if path.is_dir():
+    if spec and path.is_dir():  # Path("") would be the current folder
         return _folder_rows(path)
     if path.is_file():
         return _file_rows(path, path.name)

@@ -337,17 +337,26 @@ class Stage(nn.Module):
 
 # ------------------------------------------------------------------------------------------------ loading
 def find_file(model: str, name: str) -> Path | None:
-    """The local path of file ``name`` of a model folder or hub name, or None where the model has no such file."""
+    """The local path of file ``name`` of a model folder or hub name, or None where the model has no such file.
+
+    Raises:
+        ValueError: neither a folder nor a hub name that can be reached.
+    """
     if Path(model).is_dir():
         path = Path(model) / name
         return path if path.exists() else None
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(model, name))
-    except EntryNotFoundError:
-        return None
+    except EntryNotFoundError as error:
+        if not isinstance(error, LocalEntryNotFoundError):
+            return None
+        reason = "it is not in the cache and the hub cannot be reached"
+    except (OSError, ValueError) as error:  # no such repository, no access, no valid name
+        reason = str(error).strip().splitlines()[0]
+    raise ValueError(f"model {model} is neither a folder nor a hub model that can be read ({reason}): check the name")
 
 
 class _Checkpoint:

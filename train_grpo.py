@@ -253,13 +253,11 @@ def prepare(settings: Settings, mesh: Mesh) -> tuple[Trainer, list[Question], li
     Raises:
         ValueError: data or a model that cannot be used, in one sentence.
     """
-    from transformers import AutoTokenizer
-
     model = settings.model
     if model == "tiny":
         folder = Path(settings.project_dir).parent / f"tiny-model-{settings.seed}"
         model = mesh.broadcast(str(make_tiny_model(folder, settings.seed)) if mesh.is_first else None)
-    policy = Policy(settings, mesh, model, AutoTokenizer.from_pretrained(model))
+    policy = Policy(settings, mesh, model)
     questions, held_out = prepare_questions(settings, policy.tokenizer) if mesh.is_first else ([], [])
     policy.load()
     return Trainer(settings, policy), questions, held_out

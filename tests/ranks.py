@@ -1,7 +1,9 @@
 """Runs a function on several processes joined by gloo, and small models for tests."""
 
 import os
+import pickle
 import socket
+import time
 import traceback
 
 import torch
@@ -25,7 +27,7 @@ def _run(rank, world, port, function, arguments, queue):
         mesh = open_mesh("cpu", timeout_s=50)
         result = function(mesh, *arguments)
         mesh.barrier()
-        queue.put((rank, True, result))
+        queue.put((rank, True, pickle.dumps(result)))  # bytes: shared tensors would die with this process
     except BaseException:
         queue.put((rank, False, traceback.format_exc()))
 
@@ -42,8 +44,6 @@ def run_ranks(world: int, function, *arguments, timeout: float = 60.0) -> list:
     for p in processes:
         p.start()
     results, left = {}, timeout
-    import time
-
     end = time.monotonic() + timeout
     try:
         while len(results) < world:
@@ -53,7 +53,7 @@ def run_ranks(world: int, function, *arguments, timeout: float = 60.0) -> list:
                 continue
             rank, fine, result = queue.get()
             assert fine, f"rank {rank} of {world} failed:\n{result}"
-            results[rank] = result
+            results[rank] = pickle.loads(result)
     finally:
         for p in processes:
             p.join(2)
@@ -122,3 +122,18 @@ def random_rollout(questions: int, group_size: int, vocabulary: int = 96, seed: 
     for c in out:
         c.weight = 1 / total
     return out
+
+
+def model_folder(path, kind: str = "qwen2", *, dtype=torch.float32, seed: int = 0, **more):
+    """A Hugging Face folder with a random model of ``small_config`` and the built-in tokenizer and chat template."""
+    from transformers import GenerationConfig
+
+    from tiny_model import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    ids = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
+    model = whole_model(small_config(kind, **(dict(vocabulary=len(tokenizer)) | ids | more)), dtype, seed)
+    model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path

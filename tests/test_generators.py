@@ -1,4 +1,4 @@
-"""Built-in tasks: the gold answers by a second method that reads the question's text, determinism, splits, difficulty."""
+"""Built-in tasks: gold answers by a second method that reads the question's text, determinism, splits, difficulty."""
 
 import ast
 import inspect
@@ -343,7 +343,8 @@ def test_reasoning_gym_pays_full_marks_only_for_the_extracted_answer(fake_reason
     assert score_reasoning_gym("I think <answer> 14 </answer>", row) == 1.0
     assert score_reasoning_gym("<answer>014</answer>", row) == 1.0  # by the scorer, not by the text
     assert score_reasoning_gym("13 or so\n14\n\n", row) == 1.0
-    for text in ("<answer>114</answer>", "14\n15", "is it 14", "", "\n", "<answer></answer>", "<answer>14", "14</answer>",
+    for text in ("<answer>114</answer>", "14\n15", "is it 14", "", "\n", "<answer></answer>", "<answer>14",
+                 "14</answer>",
                  "<answer>14</answer><answer>15</answer>", "<answer>14</answer><answer>14</answer>",
                  "</answer>14<answer>", "<answer>" * 20_000, "x" * 100_000):  # fmt: skip
         assert score_reasoning_gym(text, row) == 0.0, text[:50]

@@ -304,9 +304,8 @@ def test_countdown_is_exact_and_reads_numbers_in_the_usual_spellings():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.recursive(st.integers(1, 20).map(str), lambda part: st.tuples(part, st.sampled_from("+-*/"),
-    part).map(lambda p: f"({p[0]} {p[1]} {p[2]})"),
-                    max_leaves=6))
+@given(st.recursive(st.integers(1, 20).map(str), max_leaves=6, extend=lambda part: st.tuples(
+    part, st.sampled_from("+-*/"), part).map(lambda parts: f"({' '.join(parts)})")))
 def test_countdown_agrees_with_python_on_well_formed_expressions(expression):
     import ast
     import re
@@ -412,7 +411,8 @@ def test_G07_worked_golds_are_reduced_by_the_rule_of_the_type():
                                ("MATH", "{}")):
         assert score(frame.format("14"), "6+8=14, so #### 14", verify_type) == 1.0
         assert score(frame.format("8"), "6+8=14, so #### 14", verify_type) == 0.0
-    gold = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = <<48+24=72>>72 clips altogether.\n#### 72"
+    gold = ("Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n"
+            "Natalia sold 48+24 = <<48+24=72>>72 clips altogether.\n#### 72")
     assert score("72", gold) == score("#### 72", gold, "HASH_NUMBER") == score("72", gold, "MATH") == 1.0
     solution = "We have $x+7 = 2\\cdot 7$, so $x = \\boxed{7}$."
     assert score("\\boxed{7}", solution, "BOXED_NUMERICAL") == score("\\boxed{7}", solution, "MATH") == 1.0
@@ -427,8 +427,10 @@ def test_G08_fractions_are_numbers():
     assert question("2/3").gold == Fraction(2, 3)
 
 
-@pytest.mark.parametrize("verify_type, gold", [("CHOICE", "1"), ("CHOICE", "yes"), ("EXACT", " \n"), ("MATH", ""), ("MATH", "\\frac{1}{"),
-                                               ("MATH", "\\boxed{1"), ("MATH", "9^{9^9}"), ("COUNTDOWN", "x"), ("HASH_NUMBER", "#### none")])
+@pytest.mark.parametrize("verify_type, gold", [("CHOICE", "1"), ("CHOICE", "yes"), ("EXACT", " \n"), ("MATH", ""),
+                                               ("MATH", "\\frac{1}{"),
+                                               ("MATH", "\\boxed{1"), ("MATH", "9^{9^9}"), ("COUNTDOWN", "x"),
+                                               ("HASH_NUMBER", "#### none")])
 def test_G08_golds_that_their_type_cannot_read_are_refused_at_load(verify_type, gold):
     assert verify_type in refusal(gold, verify_type, numbers=[1, 2])
 
@@ -444,7 +446,8 @@ def test_no_expression_makes_countdown_raise(text):
 
 GOLDS = {name: "B" if name == "CHOICE" else "14 ± 1/2" if name == "INTERVAL" else "14" for name in VERIFIERS}
 ROW = {"numbers": [7, 7]}
-PIECES = ["<answer>", "</answer>", "<think>", "\\boxed{", "}", "{", "####", "\n", " ", "14", "1,", "2/3", "\\frac{", "-", "**", "^", "(B)", "B", "answer: ",
+PIECES = ["<answer>", "</answer>", "<think>", "\\boxed{", "}", "{", "####", "\n", " ", "14", "1,", "2/3", "\\frac{",
+          "-", "**", "^", "(B)", "B", "answer: ",
           "\\", "$", "\\[", "\\]", "is ", "=", "\u22123", "\ud800", "\x00", "\u0301", "1e9", "(", ")"]
 
 
@@ -466,7 +469,8 @@ def test_no_text_makes_the_math_workers_raise():
     assert set(grade([(text, question("14", "MATH")) for text in texts])) <= {0.0, 1.0}
 
 
-@pytest.mark.parametrize("unit", PIECES + ["1 ", "B.", "B ", "answer is ", "answer ", "<answer>B", "\\boxed{B", "\\boxed{}", "a\u0301\u0316", "B\n", "(B",
+@pytest.mark.parametrize("unit", PIECES + ["1 ", "B.", "B ", "answer is ", "answer ", "<answer>B", "\\boxed{B",
+                                           "\\boxed{}", "a\u0301\u0316", "B\n", "(B",
                                            "<answer>1</answer>", "$1$", "\\(", "is 1 ", "((7*", "7+", ": "])
 @pytest.mark.parametrize("verify_type", VERIFIERS)
 def test_100000_hostile_characters_take_under_a_tenth_of_a_second(unit, verify_type):
@@ -477,7 +481,7 @@ def test_100000_hostile_characters_take_under_a_tenth_of_a_second(unit, verify_t
 
 
 def _seconds(text, asked):
-    """The best of three: reading and comparing in this process (MATH hands answers of at most 1,000 characters to its workers)."""
+    """The best of three, in this process (MATH hands answers of at most 1,000 characters to its workers)."""
     def once():
         start = time.perf_counter()
         rewards._grade_one(text, asked)
@@ -489,17 +493,20 @@ def _seconds(text, asked):
 
 def test_one_result_for_each_completion_in_order_also_when_types_are_mixed():
     asked = [question(gold, name, **ROW) for name, gold in GOLDS.items()]
-    right = {"BOXED_NUMERICAL": "\\boxed{14}", "ANSWER_TAG": "<answer>14</answer>", "HASH_NUMBER": "#### 14", "CHOICE": "(B)", "COUNTDOWN": "7+7",
+    right = {"BOXED_NUMERICAL": "\\boxed{14}", "ANSWER_TAG": "<answer>14</answer>", "HASH_NUMBER": "#### 14",
+             "CHOICE": "(B)", "COUNTDOWN": "7+7",
              "MATH": "7+7"}
     pairs = [(text, each) for each in asked for text in (right.get(each.verify_type, "14"), "wrong", "\\boxed{28/2 }")]
-    expected = [reward for each in asked for reward in (1.0, 0.0, float(each.verify_type in ("LAST_NUMBER", "BOXED_NUMERICAL", "MATH", "INTERVAL")))]
+    half = ("LAST_NUMBER", "BOXED_NUMERICAL", "MATH", "INTERVAL")
+    expected = [reward for each in asked for reward in (1.0, 0.0, float(each.verify_type in half))]
     assert grade(pairs) == expected and grade([]) == []
     assert all(type(reward) is float for reward in grade(pairs))
 
 
 def test_1000_math_completions_take_seconds_off_the_main_thread():
     asked = [question(f"\\frac{{{number}}}{{7}}", "MATH") for number in range(1, 101)]
-    pairs = [(f"so \\boxed{{{number}/7 + {extra % 2}}}", each) for number, each in enumerate(asked, 1) for extra in range(10)]
+    pairs = [(f"so \\boxed{{{number}/7 + {extra % 2}}}", each)
+             for number, each in enumerate(asked, 1) for extra in range(10)]
     results = []
     thread = threading.Thread(target=lambda: results.extend(grade(pairs, workers=2)))
     start = time.monotonic()
@@ -510,7 +517,8 @@ def test_1000_math_completions_take_seconds_off_the_main_thread():
 
 def test_the_answer_is_what_a_majority_votes_on():
     asked = question("14", "BOXED_NUMERICAL")
-    assert extract_answer("\\boxed{14.0}", asked) == extract_answer("\\boxed{14}", asked) == 14 and extract_answer("14", asked) is None
+    assert extract_answer("\\boxed{14.0}", asked) == extract_answer("\\boxed{14}", asked) == 14
+    assert extract_answer("14", asked) is None
     assert len({extract_answer(text, question("x", "EXACT")) for text in ("a  b", "a b ", "<answer>a b</answer>")}) == 1
 
 
@@ -518,13 +526,15 @@ def test_the_answer_is_what_a_majority_votes_on():
 
 def test_a_format_gain_does_not_look_like_a_reasoning_gain():
     asked = question("14", "BOXED_NUMERICAL")
-    before, after = [("It is 14", asked), ("It is 13", asked)], [("It is \\boxed{14}", asked), ("It is \\boxed{13}", asked)]
+    before, after = [("It is 14", asked), ("It is 13", asked)], [("It is \\boxed{14}", asked),
+                                                                 ("It is \\boxed{13}", asked)]
     assert grade(before) == [0.0, 0.0] and grade(after) == [1.0, 0.0]
     assert lenient(before, grade(before)) == lenient(after, grade(after)) == [1.0, 0.0]
 
 
 def test_lenient_is_never_below_strict_and_absent_without_a_format():
-    pairs = [("\\boxed{14} of 20", question("14", "BOXED_NUMERICAL")), ("14", question("14")), ("14", Question("14", "ANSWER_TAG"))]
+    pairs = [("\\boxed{14} of 20", question("14", "BOXED_NUMERICAL")), ("14", question("14")),
+             ("14", Question("14", "ANSWER_TAG"))]
     assert lenient(pairs, grade(pairs)) == [1.0, None, None]
 
 
@@ -541,30 +551,34 @@ def test_T26_text_between_the_tags_may_hold_newlines():
     assert format_term("<think>a\nb</think>\n<answer>9</answer>") == 1.0
 
 
-@pytest.mark.parametrize("text", ["", "<answer>9</answer><think>a</think>", "<think>a<answer>9</answer></think>", "<think>a</think>", "<answer>9</answer>",
+@pytest.mark.parametrize("text", ["", "<answer>9</answer><think>a</think>", "<think>a<answer>9</answer></think>",
+                                  "<think>a</think>", "<answer>9</answer>",
                                   "<think>a</think><answer>9", "</think>a<think><answer>9</answer>"])
 def test_format_out_of_order_or_incomplete(text):
     assert format_term(text) == 0.0
 
 
 def test_overlong_is_dapos_soft_penalty():
-    assert [overlong_term(length, 20480, 4096) for length in (0, 16384, 18432, 20480, 30000)] == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert [overlong_term(length, 20480, 4096) for length in (0, 16384, 18432, 20480, 30000)] == [0.0, 0.0, -0.5, -1.0,
+        -1.0]
     for margin in (0, 21):
         with pytest.raises(ValueError, match=str(margin)):
             overlong_term(1, 20, margin)
 
 
 def test_repetition():
-    assert repetition_term([]) == repetition_term([1, 2, 3]) == repetition_term([1, 2, 3, 4]) == repetition_term(list(range(50))) == 0.0
-    assert repetition_term([1, 2] * 4, n=2) == pytest.approx(2 / 7 - 1) and repetition_term([7] * 10_003) == pytest.approx(-0.9999)
+    assert [repetition_term(ids) for ids in ([], [1, 2, 3], [1, 2, 3, 4], list(range(50)))] == [0.0] * 4
+    assert repetition_term([1, 2] * 4, n=2) == pytest.approx(2 / 7 - 1)
+    assert repetition_term([7] * 10_003) == pytest.approx(-0.9999)
     with pytest.raises(ValueError, match="0"):
         repetition_term([1], n=0)
 
 
 def test_T14_weights_enter_the_reward_once():
     assert shaped_reward(1.0, {"format": 0.0}, {"correctness": 0.7, "format": 0.3}) == pytest.approx(0.7)
-    assert shaped_reward(0.0, {"format": 1.0, "overlong": -0.5}, {"format": 0.2, "overlong": 1.0}) == pytest.approx(-0.3)
-    assert shaped_reward(1.0, {"format": 1.0}, {}) == 1.0 and shaped_reward(None, {"format": 1.0}, {"format": 1.0}) is None
+    terms = {"format": 1.0, "overlong": -0.5}
+    assert shaped_reward(0.0, terms, {"format": 0.2, "overlong": 1.0}) == pytest.approx(-0.3)
+    assert shaped_reward(1.0, terms, {}) == 1.0 and shaped_reward(None, terms, {"format": 1.0}) is None
     with pytest.raises(ValueError, match="fromat.*format"):
         shaped_reward(1.0, {"format": 1.0}, {"fromat": 0.5})
 
@@ -578,7 +592,8 @@ def test_shaping_leaves_the_correctness_alone():
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 def command(*arguments, cwd=ROOT):
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "rewards.py"), *arguments], capture_output=True, text=True, cwd=cwd, timeout=60)
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "rewards.py"), *arguments], capture_output=True,
+                          text=True, cwd=cwd, timeout=60)
     return done.stdout, done.returncode
 
 
@@ -586,27 +601,35 @@ def test_the_command_grades_one_completion():
     assert command("--verify_type", "LAST_NUMBER", "--answer", "14", "It takes 14 days.") == ("1.0\n", 0)
     assert command("--verify_type", "last_number", "--answer", "-1,234.5", "-1234.5") == ("1.0\n", 0)
     assert command("--verify_type", "MATH", "--answer", "-\\frac{1}{2}", "-0.5") == ("1.0\n", 0)
-    assert command("--verify_type", "COUNTDOWN", "--answer", "24", "--row", '{"numbers": [3, 8, 1]}', "3*8*1") == ("1.0\n", 0)
+    assert command("--verify_type", "COUNTDOWN", "--answer", "24", "--row", '{"numbers": [3, 8, 1]}',
+                   "3*8*1") == ("1.0\n", 0)
     assert command("--verify_type", "LAST_NUMBER", "--answer", "14", "") == ("0.0\n", 0)
 
 
 def test_the_command_refuses_with_the_reason():
     output, code = command("--verify_type", "LAST_NUMBER", "--answer", "forty-two", "42")
     assert code == 1 and output.startswith("refused: ") and "forty-two" in output and output.count("\n") == 1
-    assert command("--verify_type", "LAST_NUMBER", "42")[0].startswith("refused: ") and command("42")[0].startswith("refused: ")
+    assert command("--verify_type", "LAST_NUMBER", "42")[0].startswith("refused: ")
+    assert command("42")[0].startswith("refused: ")
     assert command()[1] == command("a", "b")[1] == 2
 
 
 def test_the_command_prints_one_line_for_each_row_of_a_file(tmp_path):
-    (tmp_path / "mine.py").write_text("def half(completion, row): return row['weight'] / 2\ndef fails(completion, row): raise KeyError")
-    rows = [{"completion": "14 days", "answer": 14, "verify_type": "LAST_NUMBER"}, {"completion": "15", "answer": "14.0", "verify_type": "LAST_NUMBER"},
-            {"completion": "x", "answer": "yes", "verify_type": "LAST_NUMBER"}, {"completion": "7+7", "answer": "14", "verify_type": "MATH"},
-            {"completion": "x", "verify_type": "mine:half", "weight": 3}, {"completion": "x", "answer": "", "verify_type": "mine:fails"},
-            {"completion": "x", "verify_type": "LAST_NUMBER"}, [1], {"completion": "7*2", "answer": "14", "verify_type": "COUNTDOWN", "numbers": [2, 7]}]
+    (tmp_path / "mine.py").write_text("def half(completion, row): return row['weight'] / 2\n"
+                                      "def fails(completion, row): raise KeyError")
+    rows = [{"completion": "14 days", "answer": 14, "verify_type": "LAST_NUMBER"},
+            {"completion": "15", "answer": "14.0", "verify_type": "LAST_NUMBER"},
+            {"completion": "x", "answer": "yes", "verify_type": "LAST_NUMBER"},
+            {"completion": "7+7", "answer": "14", "verify_type": "MATH"},
+            {"completion": "x", "verify_type": "mine:half", "weight": 3},
+            {"completion": "x", "answer": "", "verify_type": "mine:fails"},
+            {"completion": "x", "verify_type": "LAST_NUMBER"}, [1], {"completion": "7*2", "answer": "14",
+                                                                     "verify_type": "COUNTDOWN", "numbers": [2, 7]}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\nnot json\n")
     output, code = command("--file", "rows.jsonl", cwd=tmp_path)
     lines = output.splitlines()
-    assert code == 0 and [line.partition(":")[0] for line in lines] == ["1.0", "0.0", "refused", "1.0", "1.5", "none", "refused", "refused", "1.0", "refused"]
+    assert code == 0 and [line.partition(":")[0] for line in lines] == [
+        "1.0", "0.0", "refused", "1.0", "1.5", "none", "refused", "refused", "1.0", "refused"]
     assert "rows.jsonl row 3" in lines[2] and "'yes'" in lines[2] and "answer" in lines[6] and "row 11" in lines[9]
 
 

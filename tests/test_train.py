@@ -1,0 +1,184 @@
+"""The whole loop: the same curve on any number of stages, failures that end the job, bad input that never starts it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from ranks import model_folder, run_ranks
+from safetensors.torch import load_file
+
+from config import parse_settings
+from train_grpo import batches, prepare, train
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = model_folder(tmp_path_factory.mktemp("model"))
+    rows = [json.dumps({"question": f"Say {i}.", "answer": i}) for i in range(40)]
+    (folder / "questions.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+def arguments(model, folder, *more):
+    flags = (
+        f"--model {model} --project_dir {folder} --data {Path(model) / 'questions.jsonl'} --batch_size 4 --group_size 4 "
+        "--max_completion_tokens 12 --max_steps 3 --eval_questions 8 --learning_rate 1e-2 --tracker none"
+    )
+    return [*flags.split(), "--verify_type", "test_train:early_letter", *more]
+
+
+def early_letter(completion: str, row: dict) -> float:
+    """A random model is never right, but it can learn to begin with a low code point."""
+    return float(completion[:1] < "]")
+
+
+def run(mesh, argv):
+    trainer, questions, held_out = prepare(parse_settings(argv), mesh)
+    train(trainer, questions, held_out)
+    return {name: t.clone() for name, t in trainer.policy.stage.export_tensors().items()}
+
+
+def run_curve(world, model, folder, *more):
+    """Metrics by line, and all weights at the end."""
+    stages = run_ranks(world, run, arguments(model, folder, *more))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return lines, {name: t for stage in stages for name, t in stage.items()}
+
+
+SAME_ON_ANY_LAYOUT = (
+    "reward/mean", "completion/tokens", "train/tokens", "train/loss", "train/grad_norm", "train/entropy", "train/ratio_mean",
+    "train/kl", "validation/accuracy", "validation/length_mean",
+)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("--sampler", "pipeline", "--grpo_iterations", "2", "--schedule", "GPipe"),
+        ("--beta", "0.1", "--reference_update_fraction", "0.2", "--reference_mixup", "0.5"),
+        ("--beta", "0.1", "--reference", "pipeline", "--sampler", "pipeline", "--loss", "gspo"),
+        ("--share_prompts", "off", "--microbatch_size", "2", "--chunk_size", "2"),
+    ],
+)
+def test_stages_draw_the_same_curve(model, tmp_path, more):
+    whole, weights = run_curve(1, model, tmp_path / "1", "--dtype", "float64", *more)
+    rewards = [line["reward/mean"] for line in whole if "reward/mean" in line]
+    assert 0 < min(rewards) and max(rewards) < 1, "the rewards must carry a signal"
+    before = load_file(model / "model.safetensors")
+    assert all((weights[name] - tensor).abs().max() > 1e-3 for name, tensor in before.items()), "training must matter"
+    for world in (2, 3):
+        split, split_weights = run_curve(world, model, tmp_path / str(world), "--dtype", "float64", *more)
+        assert len(split) == len(whole)
+        for a, b in zip(whole, split):
+            assert a["step"] == b["step"]
+            for name in SAME_ON_ANY_LAYOUT:
+                assert (name in a) == (name in b)
+                if name in a:
+                    assert b[name] == pytest.approx(a[name], rel=2e-5, abs=1e-9), (world, a["step"], name)
+        assert split_weights.keys() == weights.keys()
+        for name, tensor in weights.items():
+            assert torch.allclose(split_weights[name], tensor, rtol=0, atol=2e-5), name
+
+
+def test_a_step_equals_itself_under_the_same_seed_and_differs_under_another(model, tmp_path):
+    one, first = run_curve(1, model, tmp_path / "a")
+    two, second = run_curve(1, model, tmp_path / "b")
+    other, _ = run_curve(1, model, tmp_path / "c", "--seed", "1")
+    pick = lambda lines: [line.get("train/grad_norm") for line in lines]  # noqa: E731
+    assert pick(one) == pick(two) and all(torch.equal(first[n], second[n]) for n in first)
+    assert pick(one) != pick(other)
+
+
+def test_every_epoch_visits_every_question_once():
+    for epoch in range(3):
+        order = batches(10, 4, epoch, seed=0)
+        assert [len(b) for b in order] == [4, 4, 2]
+        assert sorted(sum(order, [])) == list(range(10))
+    assert batches(10, 4, 0, 0) != batches(10, 4, 1, 0) != batches(10, 4, 1, 1)
+
+
+# ------------------------------------------------------------------------------------------------ as a command
+def command(argv, *, world=1, script="train_grpo.py", timeout=60, **environment):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "RANK", "WORLD", "LOCAL", "MASTER"))}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")} | environment
+    launcher = [sys.executable]
+    if world > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+    return subprocess.run(
+        [*launcher, script, *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_H01_H03_two_ranks_without_a_key_make_one_offline_run_and_ask_nothing(model, tmp_path):
+    folder = tmp_path / "run"
+    argv = arguments(model, folder, "--tracker", "wandb", "--max_steps", "2")
+    done = command(argv, world=2, HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(list(folder.glob("wandb/offline-run-*"))) == 1
+    assert "held-out accuracy before" in done.stdout and "wandb sync" in done.stdout
+    assert "step    2/2" in done.stdout
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "validation/accuracy" in line] == [0, 2]
+
+
+def test_a_rank_that_raises_at_step_2_ends_the_job_with_its_traceback(model, tmp_path):
+    began = time.monotonic()
+    argv = arguments(model, tmp_path / "run")
+    done = command(argv, world=2, script="tests/faulty_train.py", FAULT="raise", FAULT_RANK="1", FAULT_STEP="2")
+    assert done.returncode != 0
+    assert "the injected fault of step 2" in done.stderr and "Traceback" in done.stderr
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1]
+    assert time.monotonic() - began < 45  # start of two interpreters included; the end itself takes a second
+
+
+def test_D15_a_step_with_a_nan_gradient_is_skipped_on_all_stages_and_weights_stay_finite(model, tmp_path):
+    argv = arguments(model, tmp_path / "run", "--max_steps", "4")
+    done = command(argv, world=2, script="tests/faulty_train.py", FAULT="nan", FAULT_RANK="1", FAULT_STEP="3")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "the gradient norm is nan; the update is skipped" in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    norms = [line["train/grad_norm"] for line in lines if "train/grad_norm" in line]
+    assert norms[2] is None and all(n is not None for i, n in enumerate(norms) if i != 2)
+    assert lines[-1]["validation/accuracy"] is not None
+    skipped = [line["train/skipped_updates"] for line in lines if "train/skipped_updates" in line]
+    assert skipped == [0, 0, 1, 1]
+    from transformers import AutoModelForCausalLM
+
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    assert all(torch.isfinite(p).all() for p in exported.parameters())
+
+
+@pytest.mark.parametrize(
+    "more, sentence",
+    [
+        (("--data", "task:char_count?n=3", "--validation_share", "0", "--batch_size", "8"), "3 questions but --batch_size is 8"),
+        (("--data", "no_such_file.jsonl"), "no_such_file.jsonl"),
+        (("--group_size", "1"), "give at least 2"),
+        (("--verify_type", "LAST_NUMBERS"), "LAST_NUMBERS"),
+        (("--split", "3"), "add up to the model's 4 layers"),
+        (("--model", "no-such-folder/config"), "no-such-folder"),
+    ],
+)
+def test_E08_T33_G04_bad_input_is_one_sentence_and_exit_2(model, tmp_path, more, sentence):
+    done = command(arguments(model, tmp_path / "run", *more))
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and sentence in errors[0] and "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_more_stages_than_layers_are_refused_with_the_numbers(model, tmp_path):
+    def refused(mesh, argv):
+        with pytest.raises(ValueError, match="4 layers cannot fill 5 stages"):
+            prepare(parse_settings(argv), mesh)
+
+    run_ranks(5, refused, arguments(model, tmp_path))

@@ -41,6 +41,7 @@ class Settings:
     verify_type: str = _setting("", "data", "verify type for data without that column")
     system_prompt: str = _setting("", "data", "system turn put before every question")
     prompt_template: str = _setting("", "data", "text around the question, e.g. '{question} Think step by step.'")
+    chat_template: bool = _setting(True, "data", "render prompts with the tokenizer's chat template; off: the bare question or prompt template")
     max_prompt_tokens: int = _setting(1024, "data", "longest prompt in tokens")
     long_prompts: str = _setting("refuse", "data", "what to do with longer prompts", ("refuse", "drop"))
     # sampling
@@ -126,6 +127,7 @@ def check_settings(s: Settings, world_size: int) -> None:
     refuse(not 0 < s.epsilon < 1, f"--epsilon is {s.epsilon}: give a clip range between 0 and 1")
     refuse(s.epsilon_high <= 0, f"--epsilon_high is {s.epsilon_high}: give a positive clip range")
     refuse(0 < s.dual_clip <= 1 + s.epsilon_high, f"--dual_clip is {s.dual_clip}: it must be above 1 + epsilon_high, or 0 for off")
+    refuse(s.dual_clip > 0 and s.loss == "cispo", "--dual_clip has no meaning for --loss cispo, which clips on one side only: leave it out")
     refuse(s.correction_cap <= 0, f"--correction_cap is {s.correction_cap}: give a positive cap")
     refuse(not 0 <= s.validation_share < 1, f"--validation_share is {s.validation_share}: give a share from 0 up to, not including, 1")
     refuse(not 0 <= s.reference_update_fraction <= 1, f"--reference_update_fraction is {s.reference_update_fraction}: give a fraction of an epoch, from 0 (never) to 1")

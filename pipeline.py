@@ -140,9 +140,12 @@ class Pipeline:
     @torch.no_grad()
     def score(self, rows: Rows) -> Tensor | None:
         """Log-prob and entropy [M, T, 2] of the completion tokens, on the last stage; None elsewhere."""
-        schedule, _, _ = self._runner("score", rows)
+        schedule, stage, _ = self._runner("score", rows)
         args = (rows.input_ids,) if self.mesh.is_first else ()
-        return schedule.eval(*args, **rows.inputs())
+        scored = schedule.eval(*args, **rows.inputs())
+        stage.clear_runtime_states()  # it would keep every microbatch's activations until the next call
+        stage.chunks_run.clear()
+        return scored
 
     def timings(self) -> dict[str, float]:
         """Seconds this stage computed in the latest train_step, and seconds the step took."""

@@ -104,11 +104,11 @@ Block = list[int]
 def make_blocks(completions: list[Completion], row_length: int, share_prompts: bool) -> list[Block]:
     """Completions (by index) that stand behind one copy of their prompt.
 
-    With shared prompts a block is a whole group; a group too long for one row is split into as few blocks as possible
-    and its prompt repeated. Without, every completion is a block of its own. Completions without tokens are left out.
+    With shared prompts a block is a whole group; a group too long for one row is split where the row is full and its
+    prompt repeated. Without, every completion is a block of its own. Completions without tokens are left out.
 
     Raises:
-        ValueError: a sequence longer than the row.
+        ValueError: a sequence longer than the row, or an empty prompt (no token would predict the first one sampled).
     """
     blocks: list[Block] = []
     open_block: dict[int, int] = {}  # question -> its block that still has room
@@ -118,6 +118,8 @@ def make_blocks(completions: list[Completion], row_length: int, share_prompts: b
             continue
         if len(completion) > row_length:
             raise ValueError(f"a sequence of {len(completion)} tokens does not fit a row of {row_length}")
+        if not completion.prompt_ids:
+            raise ValueError(f"question {completion.question} has an empty prompt: give it at least one token")
         block = open_block.get(completion.question) if share_prompts else None
         if block is None or used[block] + len(completion.ids) > row_length:
             block = len(blocks)

@@ -255,8 +255,9 @@ class Stage(nn.Module):
         if not self.spec.is_last:
             return hidden
         row, place = (segment_ids > 0).nonzero(as_tuple=True)
-        # Only positions that predict a completion token go through the head, gathered before the norm.
-        predicting = self.norm(hidden[row, predictor[row, place]])
+        # Only positions that predict a completion token go through the head. They are gathered behind the norm: it runs
+        # in float32, so that a prompt's last token, which predicts G first tokens, would be rounded G times before it.
+        predicting = self.norm(hidden)[row, predictor[row, place]]
         logprob, entropy = token_logprobs(
             predicting.to(self.compute_dtype), self.lm_head.weight, input_ids[row, place],
             temperature=self.temperature, chunk_tokens=self.head_chunk,

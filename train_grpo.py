@@ -40,7 +40,7 @@ from rewards import grade, read_golds
 from rollout import Completion, Rows, choose_row_length, decode, pack
 from sampler import Sampling
 from stages import describe_plan
-from tasks import Question, hold_out, load_questions, render_prompts
+from tasks import Question, chat_template_note, hold_out, load_questions, render_prompts
 from tiny_model import make_tiny_model
 
 SAME = {torch.float64: 1e-8, torch.float32: 1e-4}  # how close sampler and trainer must be at step 1, by dtype
@@ -49,6 +49,8 @@ SAME = {torch.float64: 1e-8, torch.float32: 1e-4}  # how close sampler and train
 # ------------------------------------------------------------------------------------------------ questions
 def prepare_questions(settings: Settings, tokenizer) -> tuple[list[Question], list[Question]]:
     """Training and held-out questions, rendered, with their golds read; every refusal names the row."""
+    if not settings.chat_template:
+        tokenizer.chat_template = None
     read = dict(columns=settings.column_names(), verify_type=settings.verify_type or None)
     questions = load_questions(settings.data, **read)
     if settings.validation_data:
@@ -313,8 +315,8 @@ def print_start(trainer: Trainer, questions: list[Question], held_out: list[Ques
     print(f"{s.model}: {layers}, {mesh.stages} stage{'s' * (mesh.stages > 1)} on {mesh.device.type}")
     print(describe_plan(policy.plan, policy.config))
     print(f"{len(questions)} questions, {len(held_out)} held out, {steps} steps of {s.batch_size} x {s.group_size} completions")
-    if not getattr(policy.tokenizer, "chat_template", None):
-        print("the tokenizer has no chat template: a prompt is the question followed by a newline")
+    if note := chat_template_note(policy.tokenizer):
+        print(note)
     print(f"first prompt: {questions[0].prompt_text!r}", flush=True)
 
 

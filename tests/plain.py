@@ -114,9 +114,9 @@ def plain_step(model, rows) -> dict:
 def fill_columns(rows, seed: int = 0, spread: float = 0.3):
     """Old and reference log-probs near those of a nearly even law over 96 tokens, far enough apart to be clipped."""
     g = torch.Generator().manual_seed(seed)
-    noise = lambda: spread * torch.randn(rows.shape, generator=g, dtype=torch.float64).to(rows.weight.dtype)  # noqa: E731
-    rows.old_logprob = torch.where(rows.sequence >= 0, noise() - 4.6, 0.0)
-    rows.ref_logprob = torch.where(rows.sequence >= 0, noise() - 4.6, 0.0)
+    old, ref = (spread * torch.randn(rows.shape, generator=g, dtype=torch.float64) - 4.6 for _ in range(2))
+    rows.old_logprob = torch.where(rows.sequence >= 0, old, 0.0).to(rows.weight.dtype)
+    rows.ref_logprob = torch.where(rows.sequence >= 0, ref, 0.0).to(rows.weight.dtype)
     return rows
 
 

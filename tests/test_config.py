@@ -68,6 +68,7 @@ def test_unknown_flag_and_abbreviation_are_refused():
         (("--learning_rate", "nan"), "not a number"),
         (("--epsilon", "1.5"), "between 0 and 1"),
         (("--dual_clip", "1.1"), "above 1 + epsilon_high"),
+        (("--loss", "cispo", "--dual_clip", "3"), "leave it out"),
         (("--validation_share", "1"), "from 0"),
         (("--reference_update_fraction", "0.5"), "set --beta above 0"),
         (("--sampler", "vllm"), "module:Class"),

@@ -119,7 +119,9 @@ def fail_together(mesh: Mesh):
         if isinstance(error, SystemExit) and not error.code:
             raise
         sys.stdout.flush()
-        if "onnection closed by peer" in str(error) or "Connection reset by peer" in str(error):
+        # torch raises RuntimeError; a ConnectionError is a server's, of W&B or of a reward, and must be shown in full
+        gone = "onnection closed by peer" in str(error) or "Connection reset by peer" in str(error)
+        if isinstance(error, RuntimeError) and gone:
             print(f"stage {mesh.stage} of {mesh.stages} stops: another stage has left", file=sys.stderr)
         else:
             print(f"\nstage {mesh.stage} of {mesh.stages} failed:", file=sys.stderr)

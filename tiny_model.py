@@ -39,7 +39,7 @@ from tasks import fingerprint, load_questions, render_prompts
 
 DEMONSTRATIONS = "task:multiplication?split=train"
 WRONG_STEP = 0.2
-STEPS = 280
+STEPS = 400
 BATCH = 64
 LEARNING_RATE = 3e-3
 WARMUP_SHARE = 0.1
@@ -164,7 +164,7 @@ def is_complete(folder, wanted):
 def make_tiny_model(folder, seed=0, *, steps=STEPS):
     """The folder, holding model, tokenizer and generation config for from_pretrained(); made now unless this very model is there already.
 
-    About 35 s on two cores. Written beside the folder and renamed at the end, the marker file last: a folder with the marker is
+    About a minute on two cores. Written beside the folder and renamed at the end, the marker file last: a folder with the marker is
     whole. An older recipe's folder is replaced; any other folder that is not empty raises ValueError and is left alone.
     """
     folder = Path(folder)

@@ -61,7 +61,7 @@ def test_E05_any_number_of_stages(stages, norms):
             assert total == pytest.approx(want, rel=1e-12) and parts == pytest.approx(list(norms), rel=1e-12)
             if max_norm == 0.5:
                 assert after == pytest.approx(norm * 0.5 / want, rel=1e-5)
-                assert smallest == pytest.approx(0.5 / want, rel=1e-5) and largest == pytest.approx(0.5 / want, rel=1e-5)
+                assert [smallest, largest] == pytest.approx([0.5 / want] * 2, rel=1e-5)
             else:
                 assert smallest == largest == 1.0  # untouched, to the bit
 
@@ -317,7 +317,8 @@ def failing(error):
     (SystemExit(3), 1, ["stage 2 of 4 failed"], []),
     (SystemExit(0), 0, [], ["failed"]),
     (RuntimeError("Connection closed by peer [127.0.0.1]:1"), 1, ["stage 2 of 4 stops: another stage"], ["Traceback"]),
-], ids=("error", "interrupt", "exit 3", "exit 0", "peer gone"))
+    (ConnectionResetError(104, "Connection reset by peer"), 1, ["stage 2 of 4 failed", "Traceback"], ["another stage"]),
+], ids=("error", "interrupt", "exit 3", "exit 0", "peer gone", "server gone"))
 def test_an_error_ends_the_process_at_once_and_is_shown(capfd, error, code, shown, hidden):
     assert child(failing, error) == code
     text = capfd.readouterr().err

@@ -295,6 +295,7 @@ def test_row_length_follows_its_reasons():
     assert choose_row_length([completion(0, [5], [])], 4, True) == 16
     one = [completion(0, [5] * 100, [6] * 50)]
     assert choose_row_length(one, 4, True) == 192
+    assert choose_row_length(one + [completion(1, [5] * 500, [])], 4, True) == 192  # what is left out needs no room
     assert length() == length()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from parallel import Mesh
+from parallel import Mesh, check_tied_copies
 from stages import Stage, find_file
 
 # What a model folder may hold beside weights and config.json.
@@ -38,6 +38,7 @@ def export_model(stage: Stage, mesh: Mesh, model: str, folder: Path) -> Path:
     """
     from safetensors.torch import save_file
 
+    check_tied_copies(stage, mesh)
     folder = Path(folder)
     partial = folder.with_name(folder.name + ".partial")
     if mesh.is_first:

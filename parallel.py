@@ -209,10 +209,27 @@ def _move(target: Tensor, source: Tensor, mixup: float) -> None:
 
 
 def checksum(stage: nn.Module) -> int:
-    """A 63-bit checksum of the weights, the same for the same bits under the same names, however they are cut."""
-    value = 0
-    for name, tensor in stage.export_tensors().items():
-        bits = tensor.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()])
-        place = zlib.crc32(name.encode()) | 1  # so that swapped tensors do not go unseen
-        value += place * bits.sum(dtype=torch.int64).item()
-    return value % 2**63
+    """A 63-bit checksum of the weights, the same for the same bits under the same names, however they are cut.
+
+    It adds bits up, so that the stages' checksums add up to the whole model's; an order within a tensor is not seen.
+    """
+    # a factor by name, so that swapped tensors do not go unseen
+    return sum((zlib.crc32(name.encode()) | 1) * _sum_of_bits(t) for name, t in stage.export_tensors().items()) % 2**63
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    return tensor.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]).sum(dtype=torch.int64).item()
+
+
+def check_tied_copies(stage, mesh: Mesh) -> None:
+    """Tied embeddings stand on the first and the last stage; both must hold the same weight.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    if mesh.ends_group is None or not stage.config.tie_word_embeddings:
+        return
+    mine = {0: stage.embed_tokens, mesh.stages - 1: stage.lm_head}.get(mesh.stage)
+    sums = mesh.gather(None if mine is None else _sum_of_bits(mine.weight.detach()))
+    if sums[0] != sums[-1]:
+        raise RuntimeError(f"the tied embeddings differ between the first stage ({sums[0]:x}) and the last ({sums[-1]:x})")

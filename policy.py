@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from config import Settings
-from parallel import Mesh, checksum, clip_gradients, send_weights, sum_tied_gradient
+from parallel import Mesh, check_tied_copies, checksum, clip_gradients, send_weights, sum_tied_gradient
 from pipeline import Pipeline
 from reference import Reference
 from rollout import Completion
@@ -63,6 +63,7 @@ class Policy:
         self.optimizer = torch.optim.AdamW(
             self.stage.parameters(), lr=s.learning_rate, betas=(s.adam_beta1, s.adam_beta2), weight_decay=s.weight_decay
         )
+        check_tied_copies(self.stage, mesh)
         self.sync()
 
     def make_stage(self, spec: StageSpec, *, in_compute_dtype: bool = False) -> Stage:

@@ -104,15 +104,13 @@ Block = list[int]
 def make_blocks(completions: list[Completion], row_length: int, share_prompts: bool) -> list[Block]:
     """Completions (by index) that stand behind one copy of their prompt.
 
-    With shared prompts a block is a whole group; a group too long for one row is split where the row is full and its
-    prompt repeated. Without, every completion is a block of its own. Completions without tokens are left out.
+    With shared prompts a block is a whole group; a group too long for one row is split over several and its prompt
+    repeated. Without, every completion is a block of its own. Completions without tokens are left out.
 
     Raises:
         ValueError: a sequence longer than the row, or an empty prompt (no token would predict the first one sampled).
     """
-    blocks: list[Block] = []
-    open_block: dict[int, int] = {}  # question -> its block that still has room
-    used: dict[int, int] = {}  # block -> tokens in it
+    groups: dict[int, list[int]] = {}
     for index, completion in enumerate(completions):
         if not completion.ids:
             continue
@@ -120,14 +118,12 @@ def make_blocks(completions: list[Completion], row_length: int, share_prompts: b
             raise ValueError(f"a sequence of {len(completion)} tokens does not fit a row of {row_length}")
         if not completion.prompt_ids:
             raise ValueError(f"question {completion.question} has an empty prompt: give it at least one token")
-        block = open_block.get(completion.question) if share_prompts else None
-        if block is None or used[block] + len(completion.ids) > row_length:
-            block = len(blocks)
-            blocks.append([])
-            used[block] = len(completion.prompt_ids)
-            open_block[completion.question] = block
-        blocks[block].append(index)
-        used[block] += len(completion.ids)
+        groups.setdefault(completion.question if share_prompts else index, []).append(index)
+    blocks: list[Block] = []
+    for members in groups.values():
+        room = row_length - len(completions[members[0]].prompt_ids)
+        parts = first_fit_decreasing([len(completions[i].ids) for i in members], room)
+        blocks += [sorted(members[i] for i in part) for part in parts]
     return blocks
 
 
@@ -187,7 +183,7 @@ def choose_row_length(
         return (tokens + 64) * (microbatches + stages - 1)
 
     sizes = [round_up_to_bucket(max(lengths), multiple)]
-    while sizes[-1] < most:
+    while sizes[-1] < most and len(sizes) < 8:
         sizes.append(round_up_to_bucket(sizes[-1] + 1, multiple))
     return min(sizes, key=cost)
 

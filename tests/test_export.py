@@ -84,3 +84,18 @@ def test_a_folder_of_the_same_name_is_replaced(tmp_path):
     (tmp_path / "out" / "left over").write_text("from an earlier run")
     run_ranks(1, trained_stage, str(source), tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").exists() and not (tmp_path / "out" / "left over").exists()
+
+
+def test_E07_tied_copies_that_differ_are_not_exported(tmp_path):
+    source = model_folder(tmp_path / "source")
+
+    def drifted(mesh):
+        config = load_config(str(source))
+        stage = load_weights(Stage(config, plan_stages(config, mesh.stages)[mesh.stage]), str(source))
+        if mesh.is_last:
+            stage.lm_head.weight.data[0, 0] += 1
+        with pytest.raises(RuntimeError, match="tied embeddings differ"):
+            export_model(stage, mesh, str(source), tmp_path / "out")
+
+    run_ranks(2, drifted)
+    assert not (tmp_path / "out").exists()

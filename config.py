@@ -44,6 +44,12 @@ class Settings:
     chat_template: bool = _setting(True, "data", "render prompts with the tokenizer's chat template; off: the bare question or prompt template")
     max_prompt_tokens: int = _setting(1024, "data", "longest prompt in tokens")
     long_prompts: str = _setting("refuse", "data", "what to do with longer prompts", ("refuse", "drop"))
+    # reward
+    format_weight: float = _setting(0.0, "reward", "added for the format tags, each once and in order, times 1 or 0")
+    format_tags: str = _setting("think,answer", "reward", "the tags of the format, in order")
+    overlong_weight: float = _setting(0.0, "reward", "added for overlong completions, times 0 down to -1 at the limit")
+    overlong_margin: int = _setting(64, "reward", "tokens before the limit in which that penalty grows")
+    repetition_weight: float = _setting(0.0, "reward", "added for repetition, times minus the share of 4-grams seen before")
     # sampling
     batch_size: int = _setting(8, "sampling", "questions per rollout")
     group_size: int = _setting(8, "sampling", "completions per question")
@@ -96,6 +102,11 @@ class Settings:
     def split_sizes(self) -> list[int] | None:
         return [int(n) for n in self.split.split(",")] if self.split else None
 
+    def reward_weights(self) -> dict[str, float]:
+        """Weights of the terms that are added to correctness, by term; empty where none is."""
+        weights = {"format": self.format_weight, "overlong": self.overlong_weight, "repetition": self.repetition_weight}
+        return {name: weight for name, weight in weights.items() if weight}
+
     def column_names(self) -> dict[str, str]:
         return dict(pair.split("=", 1) for pair in self.columns.split(",")) if self.columns else {}
 
@@ -119,7 +130,7 @@ def check_settings(s: Settings, world_size: int) -> None:
     for name in ("batch_size", "max_completion_tokens", "max_prompt_tokens", "microbatch_size", "grpo_iterations", "epochs", "max_bad_steps"):
         refuse(getattr(s, name) < 1, f"--{name} is {getattr(s, name)}: give at least 1")
     for name in ("chunk_size", "max_sequences_in_flight", "warmup_steps", "max_steps", "eval_every", "eval_questions",
-                 "show_samples", "row_length", "beta", "dual_clip", "weight_decay", "max_grad_norm", "seed"):
+                 "show_samples", "row_length", "format_weight", "overlong_weight", "repetition_weight", "beta", "dual_clip", "weight_decay", "max_grad_norm", "seed"):
         refuse(getattr(s, name) < 0, f"--{name} is {getattr(s, name)}: it cannot be negative")
     refuse(s.group_size < 2, f"--group_size is {s.group_size}: advantages compare the completions of a question, give at least 2")
     refuse(s.temperature <= 0, f"--temperature is {s.temperature}: training samples from the policy, give a temperature above 0")
@@ -133,6 +144,7 @@ def check_settings(s: Settings, world_size: int) -> None:
     refuse(not 0 <= s.reference_update_fraction <= 1, f"--reference_update_fraction is {s.reference_update_fraction}: give a fraction of an epoch, from 0 (never) to 1")
     refuse(not 0 < s.reference_mixup <= 1, f"--reference_mixup is {s.reference_mixup}: give a share above 0 and at most 1")
     refuse(s.reference_update_fraction > 0 and s.beta == 0, "--reference_update_fraction needs a reference: set --beta above 0")
+    refuse(s.overlong_weight > 0 and not 0 < s.overlong_margin <= s.max_completion_tokens, f"--overlong_margin is {s.overlong_margin}: give 1 to --max_completion_tokens {s.max_completion_tokens}")
     refuse(s.chunk_size and s.batch_size % s.chunk_size, f"--batch_size {s.batch_size} is not divisible by --chunk_size {s.chunk_size}: choose a divisor")
     refuse(s.sampler not in ("rank0", "pipeline") and ":" not in s.sampler, f"--sampler {s.sampler} is unknown: give rank0, pipeline or module:Class")
     refuse(s.row_length and s.row_length <= s.max_completion_tokens, f"--row_length {s.row_length} must exceed --max_completion_tokens {s.max_completion_tokens} by the longest prompt, or be 0")

@@ -7,7 +7,7 @@ alone; the denominator is always the number of questions.
 from __future__ import annotations
 
 from policy import Policy
-from rewards import grade
+from rewards import grade, take_faults
 from rollout import Completion, decode
 from sampler import Sampling
 from tasks import Question
@@ -34,11 +34,12 @@ def evaluate(
     decode(completions, policy.tokenizer, policy.stop_ids)
     rewards = grade([(c.text, questions[c.question]) for c in completions])
     for c, reward in zip(completions, rewards):
-        c.reward = reward
+        c.correct = reward
     count = len(questions)
     metrics = {
         "validation/accuracy": sum(r == 1.0 for r in rewards) / count,
         "validation/length_mean": sum(len(c.ids) for c in completions) / count,
         "validation/truncated_share": sum(not c.finished for c in completions) / count,
     }
+    metrics |= {f"validation/fault_{kind}": count for kind, count in take_faults().items()}
     return metrics, completions

@@ -76,28 +76,41 @@ def _start_wandb(folder: Path, name: str, settings: dict):
     return run
 
 
-def rollout_metrics(completions: list[Completion]) -> dict[str, float]:
-    """Rewards and lengths of a rollout; the reward is the raw one, before any normalisation."""
-    rewards = [c.reward for c in completions if c.reward is not None]
-    groups: dict[int, list[float]] = {}
-    for c in completions:
-        if c.reward is not None:
-            groups.setdefault(c.question, []).append(c.reward)
+def rollout_metrics(completions: list[Completion], lenient: list[float | None]) -> dict[str, float]:
+    """Rewards and lengths of a rollout, before any normalisation.
+
+    ``reward/mean`` is what advantages are made of; ``reward/correct`` is the verifier's result alone, without added terms;
+    ``reward/lenient`` (types with a format only) also counts answers that lack the format.
+
+    Args:
+        lenient: for each completion, ``rewards.lenient``'s result.
+    """
+    scored = [c for c in completions if c.correct is not None]
+    groups: dict[int, list[Completion]] = {}
+    for c in scored:
+        groups.setdefault(c.question, []).append(c)
     lengths = [len(c.ids) for c in completions]
     advantages = [c.advantage for c in completions]
-    count = max(1, len(groups))
-    return {
-        "reward/mean": sum(rewards) / max(1, len(rewards)),
-        "reward/unscorable": len(completions) - len(rewards),
-        "reward/groups_all_right": sum(min(g) == 1 for g in groups.values()) / count,
-        "reward/groups_all_wrong": sum(max(g) == 0 for g in groups.values()) / count,
-        "reward/groups_without_signal": sum(min(g) == max(g) for g in groups.values()) / count,
-        "advantage/mean": sum(advantages) / len(advantages),
-        "advantage/max": max(advantages), "advantage/min": min(advantages),
-        "completion/length_mean": sum(lengths) / len(lengths), "completion/length_max": max(lengths),
-        "completion/truncated_share": sum(not c.finished for c in completions) / len(completions),
+
+    def mean(values) -> float:
+        values = list(values)
+        return sum(values) / max(1, len(values))
+
+    out = {
+        "reward/mean": mean(c.reward for c in scored),
+        "reward/correct": mean(c.correct for c in scored),
+        "reward/unscorable": len(completions) - len(scored),
+        "reward/groups_all_right": mean(min(c.correct for c in g) == 1 for g in groups.values()),
+        "reward/groups_all_wrong": mean(max(c.correct for c in g) == 0 for g in groups.values()),
+        "reward/groups_without_signal": mean(len({c.reward for c in g}) == 1 for g in groups.values()),
+        "advantage/mean": mean(advantages), "advantage/max": max(advantages), "advantage/min": min(advantages),
+        "completion/length_mean": mean(lengths), "completion/length_max": max(lengths),
+        "completion/truncated_share": mean(not c.finished for c in completions),
         "completion/tokens": sum(lengths),
     }
+    out |= {f"reward/term_{name}": mean(c.terms[name] for c in completions) for name in completions[0].terms}
+    judged = [value for value in lenient if value is not None]
+    return out | ({"reward/lenient": mean(judged)} if judged else {})
 
 
 class Clock:

@@ -21,7 +21,7 @@ Legend: M rows, T tokens in a row, G group size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,7 +40,9 @@ class Completion:
     logprobs: list[float]  # the sampler's own log-prob of each, at the sampling temperature
     finished: bool  # ended by itself; False: cut at the limit
     text: str = ""  # the ids decoded up to the first end-of-sequence token, never the prompt
-    reward: float | None = None  # None: the verifier gave no result
+    correct: float | None = None  # the verifier's result; None: it gave none
+    terms: dict[str, float] = field(default_factory=dict)  # what is added to it, by name, before weighting
+    reward: float | None = None  # correctness and weighted terms: what advantages are made of
     advantage: float = 0.0
     weight: float = 0.0  # of each of its tokens in the loss; 0 leaves it out
 

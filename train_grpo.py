@@ -36,7 +36,8 @@ from metrics import Clock, Progress, Tracker, rollout_metrics
 from parallel import Mesh, fail_together, open_mesh
 from pipeline import theoretical_bubble
 from policy import Policy
-from rewards import grade, read_golds
+from reward_terms import format_term, overlong_term, repetition_term, shaped_reward
+from rewards import grade, lenient, read_golds, take_faults
 from rollout import Completion, Rows, choose_row_length, decode, pack
 from sampler import Sampling
 from stages import describe_plan
@@ -140,15 +141,20 @@ class Trainer:
         if not self.mesh.is_first:
             return {}
         s = self.settings
-        rewards = grade([(c.text, questions[c.question]) for c in completions])
-        groups = [c.question for c in completions]
+        graded = [(c.text, questions[c.question]) for c in completions]
+        correct = grade(graded)
+        for c, value in zip(completions, correct):
+            c.correct, c.terms = value, reward_terms(c, questions[c.question], s)
+            c.reward = shaped_reward(value, c.terms, s.reward_weights())
+        rewards = [c.reward for c in completions]
         in_loss = [r is not None and (c.finished or not s.mask_truncated) for c, r in zip(completions, rewards)]
         lengths = [len(c.ids) if keep else 0 for c, keep in zip(completions, in_loss)]
-        advantages = group_advantages(rewards, groups, s.advantage_norm)
+        advantages = group_advantages(rewards, [c.question for c in completions], s.advantage_norm)
         weights = token_weights(lengths, s.loss, max_completion_tokens=s.max_completion_tokens)
-        for c, reward, advantage, weight in zip(completions, rewards, advantages, weights):
-            c.reward, c.advantage, c.weight = reward, advantage, weight
-        return rollout_metrics(completions)
+        for c, advantage, weight in zip(completions, advantages, weights):
+            c.advantage, c.weight = advantage, weight
+        faults = {f"reward/fault_{kind}": count for kind, count in take_faults().items()}
+        return rollout_metrics(completions, lenient(graded, correct)) | faults
 
     def pack(self, completions: list[Completion]) -> Rows:
         """The rollout's rows, packed on the first stage and sent to all."""
@@ -248,6 +254,16 @@ class Trainer:
         return evaluate(self.policy, held_out, self.sampling, seed=self.settings.seed)
 
 
+def reward_terms(c: Completion, question: Question, settings: Settings) -> dict[str, float]:
+    """The terms that the settings give a weight, before weighting."""
+    terms = {
+        "format": lambda: format_term(c.text, question.prompt_text, settings.format_tags.split(",")),
+        "overlong": lambda: overlong_term(len(c.ids), settings.max_completion_tokens, settings.overlong_margin),
+        "repetition": lambda: repetition_term(c.ids),
+    }
+    return {name: terms[name]() for name in settings.reward_weights()}
+
+
 # ------------------------------------------------------------------------------------------------ the run
 def prepare(settings: Settings, mesh: Mesh) -> tuple[Trainer, list[Question], list[Question]]:
     """Everything up to the first step; the questions and the held-out ones on the first stage, empty lists elsewhere.
@@ -287,7 +303,7 @@ def train(trainer: Trainer, questions: list[Question], held_out: list[Question])
             tracker.log(step, values)
             progress.say(f"step {step:>4}  validation accuracy {accuracy[step]:.1%} on {len(held_out)} held-out questions")
         for c in samples[: settings.show_samples]:
-            progress.say(f"  {held_out[c.question].question!r} -> {c.text!r}  reward {c.reward}")
+            progress.say(f"  {held_out[c.question].question!r} -> {c.text!r}  correct {c.correct}")
 
     validate(0)
     for step in range(1, steps + 1):

@@ -87,6 +87,30 @@ def test_stages_draw_the_same_curve(model, tmp_path, more):
             assert torch.allclose(split_weights[name], tensor, rtol=0, atol=2e-5), name
 
 
+def test_B12_T14_shaping_terms_are_weighted_and_raw_correctness_stands_beside_them(model, tmp_path):
+    more = ("--format_weight", "0.5", "--overlong_weight", "0.25", "--overlong_margin", "6", "--repetition_weight", "0.1")
+    lines, _ = run_curve(2, model, tmp_path / "run", *more)
+    for line in lines:
+        if "reward/mean" in line:
+            added = 0.5 * line["reward/term_format"] + 0.25 * line["reward/term_overlong"] + 0.1 * line["reward/term_repetition"]
+            assert line["reward/mean"] == pytest.approx(line["reward/correct"] + added)
+            assert -1 <= line["reward/term_overlong"] < 0 <= line["reward/correct"]
+
+
+def faulty(completion: str, row: dict) -> float:
+    if int(row["answer"]) % 2:
+        raise RuntimeError("no mark for odd rows")
+    return early_letter(completion, row)
+
+
+def test_B08_an_exception_in_a_users_verifier_is_counted_and_leaves_the_loss(model, tmp_path):
+    lines, _ = run_curve(1, model, tmp_path / "run", "--verify_type", "test_train:faulty", "--batch_size", "12")
+    first = next(line for line in lines if "reward/mean" in line)
+    assert 0 < first["reward/unscorable"] == first["reward/fault_exception"] < 48
+    assert first["train/masked_share"] == pytest.approx(1 - first["train/tokens"] / first["completion/tokens"])
+    assert 0 < first["train/tokens"] < first["completion/tokens"] and first["train/loss"] is not None
+
+
 def test_a_step_equals_itself_under_the_same_seed_and_differs_under_another(model, tmp_path):
     one, first = run_curve(1, model, tmp_path / "a")
     two, second = run_curve(1, model, tmp_path / "b")

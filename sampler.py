@@ -49,8 +49,8 @@ DRAW_ELEMENTS = 2**24  # logits that are turned into tokens at once; bounds memo
 class Sampling:
     """How tokens are drawn and when a completion ends.
 
-    The recorded log-probs are always those of the full law at ``temperature``, the one that the trainer scores, whatever
-    top_k, top_p and min_new_tokens cut away.
+    The recorded log-probs are always those of the full law at ``temperature``, the one that the trainer scores,
+    whatever top_k, top_p and min_new_tokens cut away.
 
     Raises:
         ValueError: a value outside its range.
@@ -75,7 +75,7 @@ class Sampling:
         if self.max_new_tokens < 1 or self.max_sequences_in_flight < 1:
             raise ValueError("max_new_tokens and max_sequences_in_flight must be at least 1")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise ValueError(f"min_new_tokens {self.min_new_tokens} must lie in 0..max_new_tokens {self.max_new_tokens}")
+            raise ValueError(f"min_new_tokens {self.min_new_tokens} must lie in 0..{self.max_new_tokens}, the maximum")
         if "" in self.stop_strings:
             raise ValueError("a stop string must not be empty")
 
@@ -147,8 +147,8 @@ def draw(
 def invert(mass: Tensor, uniform: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
     """The token of each row at which the running sum of ``mass`` [B, V] passes uniform * its total; and the totals.
 
-    The sums run in float64, over blocks of the vocabulary first and then inside one of them: a running sum over all of it
-    costs seven times as much. A token of mass 0 never comes out, wherever the uniform number lies.
+    The sums run in float64, over blocks of the vocabulary first and then inside one of them: a running sum over all of
+    it costs seven times as much. A token of mass 0 never comes out, wherever the uniform number lies.
     """
     size = mass.shape[-1]
     blocks = torch.nn.functional.pad(mass, (0, -size % block)).unflatten(-1, (-1, block))
@@ -391,7 +391,8 @@ class Sampler:
         self.waited = self.link.waited if self.link else 0.0
         return [
             Completion(
-                question=first_question + i // group_size, sample=i % group_size, prompt_ids=list(prompts[i // group_size]),
+                question=first_question + i // group_size, sample=i % group_size,
+                prompt_ids=list(prompts[i // group_size]),
                 ids=job.ids[i, :n].tolist(), logprobs=job.logprobs[i, :n].tolist(), finished=bool(job.finished[i]),
             )
             for i, n in enumerate(job.count.tolist())
@@ -524,7 +525,7 @@ class Sampler:
         return hidden
 
     def _draw(self, hidden: Tensor, lane: _Lane, job: _Job) -> Tensor:
-        """Hidden states [B, H] -> float64 [3, B] on the host: tokens, log-probs, whether the sequence ends by itself."""
+        """Hidden states [B, H] -> tokens, log-probs, whether each ends by itself: float64 [3, B] on the host."""
         stage, sampling = self.stage, job.sampling
         sequence = lane.sequence[: lane.live]
         index = lane.length[: lane.live] - job.prompt_length[sequence]  # of the new token in its completion

@@ -39,7 +39,7 @@ from tasks import fingerprint, load_questions, render_prompts
 
 DEMONSTRATIONS = "task:multiplication?split=train"
 WRONG_STEP = 0.2
-STEPS = 400
+STEPS = 360
 BATCH = 64
 LEARNING_RATE = 3e-3
 WARMUP_SHARE = 0.1

@@ -5,9 +5,9 @@
 
 Every comparison runs its two sides in turns, several times, and reports the median of the ratios of neighbours, so that
 a machine that others use at the same time does not decide. Both sides of the first table use one thread, where CPU
-seconds are what counts; the second compares wall clocks, of one process with one thread and of two with one thread each.
-Beside it stands the ratio of CPU seconds, one stage's over the busiest stage's of the pipeline: what the wall clock comes
-to when no other process wants the cores and no stage waits.
+seconds are what counts; the second compares wall clocks, of one process with one thread and of two with one thread
+each. Beside it stands the ratio of CPU seconds, one stage's over the busiest stage's of the pipeline: what the wall
+clock would come to if no stage ever waited.
 
 Random Qwen2-shaped weights in float32. For ragged lengths so many tokens of the vocabulary end a sequence that the mean
 is about 28 of 64. transformers is made to draw the sampler's tokens, so that both do the same work.
@@ -111,7 +111,10 @@ def against_transformers(size: str, prompt: int, ragged: bool, repeats: int) -> 
     tokens = sum(len(c.ids) for c in out)
     a, b = (statistics.median(side) for side in zip(*pairs))
     ratio = statistics.median(y / x for x, y in pairs)
-    return f"{size:>6}  {prompt:>6}  {tokens / len(out):>11.1f}  {a:>7.2f}  {b:>12.2f}  {ratio:>6.2f}x  {tokens / a:>12.0f}"
+    return (
+        f"{size:>6}  {prompt:>6}  {tokens / len(out):>11.1f}  {a:>7.2f}  {b:>12.2f}"
+        f"  {ratio:>6.2f}x  {tokens / a:>12.0f}"
+    )
 
 
 def interleave(first, second, repeats: int, clock) -> list[tuple[float, float]]:
@@ -154,7 +157,7 @@ def _compare_chains(rank: int, world: int, port: int, size: str, prompts: int, l
         dist.barrier()
 
     pairs = interleave(whole, pipelined, repeats, time.perf_counter)
-    mine = (statistics.median(idle[1:]), *(statistics.median(side) for side in zip(*cpu[1:])))  # idle, CPU seconds of both
+    mine = (statistics.median(idle[1:]), *(statistics.median(side) for side in zip(*cpu[1:])))
     everyone = [None] * world
     dist.all_gather_object(everyone, mine)
     if rank == 0:
@@ -163,8 +166,8 @@ def _compare_chains(rank: int, world: int, port: int, size: str, prompts: int, l
         shares = " ".join(f"{share:>4.0%}" for share, _, _ in everyone)
         bound = everyone[0][1] / max(second for _, _, second in everyone)
         print(
-            f"{size:>6}  {world:>6}  {prompts * GROUP:>9}  {'ragged' if ragged else 'equal':>7}  {a:>7.2f}  {b:>8.2f}  {ratio:>5.2f}x"
-            f"  {bound:>11.2f}x  {shares:>14}", flush=True,
+            f"{size:>6}  {world:>6}  {prompts * GROUP:>9}  {'ragged' if ragged else 'equal':>7}  {a:>7.2f}  {b:>8.2f}"
+            f"  {ratio:>5.2f}x  {bound:>11.2f}x  {shares:>14}", flush=True,
         )
     dist.destroy_process_group()
 
@@ -219,7 +222,7 @@ def main() -> None:
             for prompt, ragged in ((16, False), (128, True)):
                 print(against_transformers(size, prompt, ragged, repeats if size == "5 M" else 3), flush=True)
     if options.only in (None, "chains"):
-        print("\npipeline chain against rank-0 chain: 16-token prompts, up to 64 new tokens, one thread per process, wall seconds")
+        print("\npipeline chain against rank-0 chain: 16-token prompts, 64 new tokens, one thread each, wall seconds")
         print("  size  stages  sequences  lengths  1 stage  pipeline   ratio  CPU seconds  idle per stage")
         for size in sizes[-1:]:
             for prompts, ragged in ((16, False), (16, True), (8, False)):

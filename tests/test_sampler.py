@@ -208,7 +208,8 @@ def test_D09_T31_every_chain_gives_the_same_tokens_on_every_stage(stages, expect
 
 
 def test_sampled_tokens_do_not_depend_on_the_sequences_in_flight(expected):
-    assert ids_of(expected["all at once"]) == ids_of(expected["waiting"]) == ids_of(expected["groups larger than a lane"])
+    for name in ("waiting", "groups larger than a lane"):
+        assert ids_of(expected[name]) == ids_of(expected["all at once"]), name
     lengths = {len(c.ids) for c in expected["all at once"]}
     assert len(lengths) > 5, "the sequences should end at different times"
     assert len({tuple(c.ids) for c in expected["all at once"]}) > 15, "samples of a group should differ"
@@ -219,7 +220,7 @@ def test_D09_T31_replicas_differ_and_a_rerun_does_not():
     first = ids_of(engine().generate(PROMPTS[:1], stream=(0, 7), **arguments))
     assert ids_of(engine().generate(PROMPTS[:1], stream=(0, 7), **arguments)) == first
     others = [
-        ids_of(engine().generate(PROMPTS[:1], stream=(0, 7), first_question=1, **arguments)),  # the other replica's share
+        ids_of(engine().generate(PROMPTS[:1], stream=(0, 7), first_question=1, **arguments)),  # another replica's
         ids_of(engine().generate(PROMPTS[:1], stream=(0, 8), **arguments)),  # the next rollout
         ids_of(engine().generate(PROMPTS[:1], stream=(1, 7), **arguments)),  # another seed
     ]
@@ -239,7 +240,8 @@ def test_C04_C05_C07_T21_a_completion_ends_with_its_first_end_of_sequence_token(
     for pad_id in (0, EOS):
         sampler = scripted({10: 5, 5: 2, 11: 8, 8: 6, 6: 7, 7: 2, 2: 7})
         sampler.pad_id = pad_id
-        short, long = sampler.generate([[10], [9, 9, 11]], group_size=1, sampling=Sampling(max_new_tokens=8), stream=(0,))
+        sampling = Sampling(max_new_tokens=8)
+        short, long = sampler.generate([[10], [9, 9, 11]], group_size=1, sampling=sampling, stream=(0,))
         assert (short.ids, long.ids) == ([5, 2], [8, 6, 7, 2])
         assert len(short.logprobs) == 2 and len(long.logprobs) == 4
         assert short.finished and long.finished
@@ -324,10 +326,8 @@ def test_the_whole_sampler_follows_the_models_law():
     """First and second token of 4000 samples of one prompt; chi-square has mean 95 and deviation 14."""
     model, count = model_of(), 4000
     prompt, temperature = PROMPTS[0], 2.0
-    out = engine(model, eos_ids=set()).generate(
-        [prompt], group_size=count, sampling=Sampling(temperature=temperature, max_new_tokens=2, max_sequences_in_flight=count),
-        stream=(5,),
-    )
+    sampling = Sampling(temperature=temperature, max_new_tokens=2, max_sequences_in_flight=count)
+    out = engine(model, eos_ids=set()).generate([prompt], group_size=count, sampling=sampling, stream=(5,))
     with torch.no_grad():
         first = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
         both = model(torch.tensor([[*prompt, t] for t in range(VOCABULARY)])).logits[:, -1] / temperature
@@ -384,7 +384,8 @@ def test_D06_top_k():
 def test_top_p_keeps_the_fewest_tokens_that_reach_it():
     logits = torch.tensor([[0.1, 0.5, 0.3, 0.1]]).log().expand(2000, -1)
     uniform = torch.tensor(uniforms((0,), 0, 0, 2000))
-    for p, kept in ((1e-9, {1}), (0.49, {1}), (0.51, {1, 2}), (0.79, {1, 2}), (0.95, {0, 1, 2, 3}), (1.0, {0, 1, 2, 3})):
+    everything = {0, 1, 2, 3}
+    for p, kept in ((1e-9, {1}), (0.49, {1}), (0.51, {1, 2}), (0.79, {1, 2}), (0.95, everything), (1.0, everything)):
         assert set(draw(logits, uniform, Sampling(top_p=p))[0].tolist()) == kept, p
     assert set(draw(logits, uniform, Sampling(top_k=3, top_p=0.5))[0].tolist()) == {1}
 
@@ -445,7 +446,7 @@ def test_caches_take_no_more_than_announced(monkeypatch):
     assert s.cache_bytes(20, sampling) == 4 * 2 * 10 * 2 * 8 * 32 * 4
 
 
-# ------------------------------------------------------------------------------------------------ living with the trainer
+# ------------------------------------------------------------------------------------------------ with the trainer
 def test_a_changed_weight_reaches_the_sampler_and_training_goes_on_after_it():
     model = model_of()
     sampler = engine(model)
@@ -504,8 +505,8 @@ def test_an_engine_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert load_engine("my_engine:Good").__name__ == "Good"
     for name, complaint in (
-        ("rank1", "module:Class"), ("my_engine:Bad", r"no method generate\(\)"), ("my_engine:None_", "cannot be loaded"),
-        ("no_such_module:Good", "cannot be loaded"),
+        ("rank1", "module:Class"), ("my_engine:Bad", r"no method generate\(\)"),
+        ("my_engine:None_", "cannot be loaded"), ("no_such_module:Good", "cannot be loaded"),
     ):
         with pytest.raises(ValueError, match=complaint):
             load_engine(name)

@@ -6,9 +6,10 @@ The model is a Qwen2 with tied embeddings and 0.6 M parameters, the tokenizer on
 supervised warm-up, apart from all reinforcement learning, teaches it to multiply two digits by one digit the way it is done on paper:
 
     What is 34 * 7?
-    4*7=28          units
+    4*7=28          units: 8, carry 2
     3*7=21          tens
-    21+2=23         tens plus the carry
+    1+2=3           their units and the carry
+    2+0=2           their tens and the carry of that
     238             the answer, the last number of the text
 
 Every step of a demonstration is wrong with probability WRONG_STEP, as in data scraped from people who make mistakes; what follows
@@ -38,8 +39,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 from tasks import fingerprint, load_questions, render_prompts
 
 DEMONSTRATIONS = "task:multiplication?split=train"
-WRONG_STEP = 0.2
-STEPS = 360
+WRONG_STEP = 0.17
+STEPS = 300
 BATCH = 64
 LEARNING_RATE = 3e-3
 WARMUP_SHARE = 0.1
@@ -81,9 +82,10 @@ def tiny_config(**overrides):
 
 
 def worked_solution(a, b, rng, wrong_step=0.0):
-    """The text that multiplies a (10..99) by b (2..9); each of its three steps is wrong with probability wrong_step.
+    """The text that multiplies a (10..99) by b (2..9) digit by digit; each of its four steps is wrong with probability wrong_step.
 
-    worked_solution(34, 7, rng) is "4*7=28\\n3*7=21\\n21+2=23\\n238". A wrong step has one wrong digit: "4*7=26\\n3*7=21\\n21+2=23\\n236".
+    worked_solution(34, 7, rng) is "4*7=28\\n3*7=21\\n1+2=3\\n2+0=2\\n238". A wrong step has one wrong digit, and what follows goes
+    on from it: "4*7=26\\n3*7=21\\n1+2=3\\n2+0=2\\n236".
     """
     def step(value):
         if rng.random() >= wrong_step:
@@ -96,9 +98,13 @@ def worked_solution(a, b, rng, wrong_step=0.0):
     tens, units = divmod(a, 10)
     low = step(units * b)
     high = step(tens * b)
-    carry, last = divmod(low, 10)
-    front = step(high + carry)
-    return f"{units}*{b}={low}\n{tens}*{b}={high}\n{high}+{carry}={front}\n{front}{last}"
+    carry, ones = divmod(low, 10)
+    front, rest = divmod(high, 10)
+    middle = step(rest + carry)
+    more, ten = divmod(middle, 10)
+    hundred = step(front + more)
+    answer = 100 * hundred + 10 * ten + ones
+    return f"{units}*{b}={low}\n{tens}*{b}={high}\n{rest}+{carry}={middle}\n{front}+{more}={hundred}\n{answer}"
 
 
 def demonstration_batch(questions, tokenizer, rng, size):

@@ -55,6 +55,8 @@ class Settings:
     group_size: int = _setting(8, "sampling", "completions per question")
     chunk_size: int = _setting(0, "sampling", "questions sampled at once, to bound the caches; 0: all of a rollout")
     max_completion_tokens: int = _setting(256, "sampling", "longest completion in tokens")
+    min_completion_tokens: int = _setting(0, "sampling", "no end of sequence before this many tokens")
+    stop_strings: str = _setting("", "sampling", "texts that end a completion, separated by |, e.g. '</answer>|Question:'")
     temperature: float = _setting(1.0, "sampling", "sampling temperature; log-probs are taken at the same one")
     sampler: str = _setting("rank0", "sampling", "rank0: a full model on the first stage; pipeline: the training stages themselves; module:Class: your own")
     max_sequences_in_flight: int = _setting(0, "sampling", "sequences decoded at the same time; 0: all of a chunk")
@@ -94,6 +96,9 @@ class Settings:
     project_dir: str = _setting("runs/grpo", "run", "where everything of this run is written")
     eval_every: int = _setting(0, "run", "validate every so many steps; the start and the end always are")
     eval_questions: int = _setting(0, "run", "held-out questions used for validation; 0: all")
+    eval_temperature: float = _setting(1.0, "run", "temperature of validation; 0: greedy")
+    eval_top_p: float = _setting(1.0, "run", "validation samples from the likeliest tokens of this total probability; 1: all")
+    eval_top_k: int = _setting(0, "run", "validation samples from this many likeliest tokens; 0: all")
     show_samples: int = _setting(0, "run", "print this many completions at every validation")
     tracker: str = _setting("wandb", "run", "where metrics go beside metrics.jsonl", ("wandb", "none"))
     run_name: str = _setting("", "run", "name of the run in W&B; empty: the folder's name")
@@ -130,10 +135,13 @@ def check_settings(s: Settings, world_size: int) -> None:
     for name in ("batch_size", "max_completion_tokens", "max_prompt_tokens", "microbatch_size", "grpo_iterations", "epochs", "max_bad_steps"):
         refuse(getattr(s, name) < 1, f"--{name} is {getattr(s, name)}: give at least 1")
     for name in ("chunk_size", "max_sequences_in_flight", "warmup_steps", "max_steps", "eval_every", "eval_questions",
-                 "show_samples", "row_length", "format_weight", "overlong_weight", "repetition_weight", "beta", "dual_clip", "weight_decay", "max_grad_norm", "seed"):
+                 "show_samples", "row_length", "eval_top_k", "format_weight", "overlong_weight", "repetition_weight", "beta", "dual_clip", "weight_decay", "max_grad_norm", "seed"):
         refuse(getattr(s, name) < 0, f"--{name} is {getattr(s, name)}: it cannot be negative")
     refuse(s.group_size < 2, f"--group_size is {s.group_size}: advantages compare the completions of a question, give at least 2")
     refuse(s.temperature <= 0, f"--temperature is {s.temperature}: training samples from the policy, give a temperature above 0")
+    refuse(s.eval_temperature < 0, f"--eval_temperature is {s.eval_temperature}: give 0 for greedy, or a temperature")
+    refuse(not 0 < s.eval_top_p <= 1, f"--eval_top_p is {s.eval_top_p}: give a probability above 0 and at most 1")
+    refuse(not 0 <= s.min_completion_tokens <= s.max_completion_tokens, f"--min_completion_tokens {s.min_completion_tokens} does not lie between 0 and --max_completion_tokens {s.max_completion_tokens}")
     refuse(s.learning_rate <= 0, f"--learning_rate is {s.learning_rate}: give a positive rate")
     refuse(not 0 < s.epsilon < 1, f"--epsilon is {s.epsilon}: give a clip range between 0 and 1")
     refuse(s.epsilon_high <= 0, f"--epsilon_high is {s.epsilon_high}: give a positive clip range")

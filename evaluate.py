@@ -7,7 +7,7 @@ alone; the denominator is always the number of questions.
 from __future__ import annotations
 
 from policy import Policy
-from rewards import grade, take_faults
+from rewards import grade, lenient, take_faults
 from rollout import Completion, decode
 from sampler import Sampling
 from tasks import Question
@@ -32,7 +32,8 @@ def evaluate(
     if not policy.mesh.is_first:
         return {}, []
     decode(completions, policy.tokenizer, policy.stop_ids)
-    rewards = grade([(c.text, questions[c.question]) for c in completions])
+    graded = [(c.text, questions[c.question]) for c in completions]
+    rewards = grade(graded)
     for c, reward in zip(completions, rewards):
         c.correct = reward
     count = len(questions)
@@ -41,5 +42,8 @@ def evaluate(
         "validation/length_mean": sum(len(c.ids) for c in completions) / count,
         "validation/truncated_share": sum(not c.finished for c in completions) / count,
     }
+    judged = [value for value in lenient(graded, rewards) if value is not None]
+    if judged:  # types with a format: what it would be if only the answer counted
+        metrics["validation/accuracy_lenient"] = sum(judged) / count
     metrics |= {f"validation/fault_{kind}": count for kind, count in take_faults().items()}
     return metrics, completions

@@ -85,7 +85,7 @@ class Policy:
         if mesh.stages == 1 and s.sampler in ("rank0", "pipeline"):
             return Sampler(self.stage, **common)  # the policy itself: nothing to copy
         if s.sampler == "pipeline":
-            return Sampler(self.stage, link=Link(mesh.pp_group, mesh.device), **common)
+            return Sampler(self.stage, link=Link(mesh.pp_group, mesh.device, mesh.control_group), **common)
         engine = Sampler if s.sampler == "rank0" else load_engine(s.sampler)
         if not mesh.is_first:
             return None

@@ -39,7 +39,7 @@ from policy import Policy
 from reward_terms import format_term, overlong_term, repetition_term, shaped_reward
 from rewards import grade, lenient, read_golds, take_faults
 from rollout import Completion, Rows, choose_row_length, decode, pack
-from sampler import Sampling
+from sampler import Sampler, Sampling
 from stages import describe_plan
 from tasks import Question, chat_template_note, hold_out, load_questions, render_prompts
 from tiny_model import make_tiny_model
@@ -95,8 +95,12 @@ class Trainer:
             sampler_correction=s.sampler_correction, correction_cap=s.correction_cap,
         )
         self.sampling = Sampling(
-            temperature=s.temperature, max_new_tokens=s.max_completion_tokens,
+            temperature=s.temperature, min_new_tokens=s.min_completion_tokens, max_new_tokens=s.max_completion_tokens,
             max_sequences_in_flight=s.max_sequences_in_flight or max(s.batch_size * s.group_size, 256),
+            stop_strings=tuple(filter(None, s.stop_strings.split("|"))),
+        )
+        self.eval_sampling = dataclasses.replace(
+            self.sampling, temperature=s.eval_temperature, top_p=s.eval_top_p, top_k=s.eval_top_k
         )
 
     # -------------------------------------------------------------------------------------------- one step
@@ -251,7 +255,7 @@ class Trainer:
         return values | {f"pipeline/busy_stage{i}": t["busy_s"] / longest for i, t in enumerate(timings)}
 
     def validate(self, held_out: list[Question]) -> tuple[dict[str, float], list[Completion]]:
-        return evaluate(self.policy, held_out, self.sampling, seed=self.settings.seed)
+        return evaluate(self.policy, held_out, self.eval_sampling, seed=self.settings.seed)
 
 
 def reward_terms(c: Completion, question: Question, settings: Settings) -> dict[str, float]:
@@ -292,7 +296,8 @@ def train(trainer: Trainer, questions: list[Question], held_out: list[Question])
     if mesh.is_first:
         print_start(trainer, questions, held_out, steps)
         tracker = Tracker(
-            folder, use_wandb=settings.tracker == "wandb", name=settings.run_name, settings=dataclasses.asdict(settings)
+            folder, use_wandb=settings.tracker == "wandb", name=settings.run_name,
+            settings=dataclasses.asdict(settings) | {"first_prompt": questions[0].prompt_text},
         )
         progress = Progress(steps)
 
@@ -331,6 +336,10 @@ def print_start(trainer: Trainer, questions: list[Question], held_out: list[Ques
     print(f"{s.model}: {layers}, {mesh.stages} stage{'s' * (mesh.stages > 1)} on {mesh.device.type}")
     print(describe_plan(policy.plan, policy.config))
     print(f"{len(questions)} questions, {len(held_out)} held out, {steps} steps of {s.batch_size} x {s.group_size} completions")
+    if isinstance(policy.sampler, Sampler):
+        longest = max(len(q.prompt_ids) for q in questions)
+        cache = policy.sampler.cache_bytes(longest, trainer.sampling) / 2**20
+        print(f"sampling with {s.sampler}: caches of at most {cache:,.0f} MiB on this rank")
     if note := chat_template_note(policy.tokenizer):
         print(note)
     print(f"first prompt: {questions[0].prompt_text!r}", flush=True)

@@ -164,6 +164,24 @@ def test_a_rank_that_raises_at_step_2_ends_the_job_with_its_traceback(model, tmp
     assert time.monotonic() - began < 45  # start of two interpreters included; the end itself takes a second
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_that_raises_while_sampling_through_the_pipeline_ends_the_job(model, tmp_path, rank):
+    began = time.monotonic()
+    argv = arguments(model, tmp_path / "run", "--sampler", "pipeline")
+    done = command(argv, world=2, script="tests/faulty_train.py", FAULT="sample", FAULT_RANK=rank, FAULT_STEP="9")
+    assert done.returncode != 0 and "the injected fault of pass 9" in done.stderr
+    assert time.monotonic() - began < 45
+
+
+def test_D08_validation_may_be_greedy_and_stop_at_a_text(model, tmp_path):
+    more = ("--eval_temperature", "0", "--max_steps", "1", "--stop_strings", "!|e")
+    lines, _ = run_curve(2, model, tmp_path / "a", *more)
+    again, _ = run_curve(1, model, tmp_path / "b", *more, "--seed", "0", "--eval_top_k", "1", "--eval_temperature", "0.5")
+    assert lines[0]["validation/length_mean"] == again[0]["validation/length_mean"]  # the likeliest token, twice
+    free, _ = run_curve(1, model, tmp_path / "c", "--max_steps", "1")
+    assert lines[1]["completion/length_mean"] < free[1]["completion/length_mean"] == 12
+
+
 def test_D15_a_step_with_a_nan_gradient_is_skipped_on_all_stages_and_weights_stay_finite(model, tmp_path):
     argv = arguments(model, tmp_path / "run", "--max_steps", "4")
     done = command(argv, world=2, script="tests/faulty_train.py", FAULT="nan", FAULT_RANK="1", FAULT_STEP="3")

@@ -141,7 +141,7 @@ def command(argv, *, world=1, script="train_grpo.py", timeout=60, **environment)
     )
 
 
-def test_H01_H03_two_ranks_without_a_key_make_one_offline_run_and_ask_nothing(model, tmp_path):
+def test_H01_H03_T39_two_ranks_without_a_key_make_one_offline_run_and_ask_nothing(model, tmp_path):
     folder = tmp_path / "run"
     argv = arguments(model, folder, "--tracker", "wandb", "--max_steps", "2")
     done = command(argv, world=2, HOME=str(tmp_path))

@@ -6,10 +6,10 @@ alone; the denominator is always the number of questions.
 
 from __future__ import annotations
 
+from drawing import Sampling
 from policy import Policy
 from rewards import grade, lenient, take_faults
 from rollout import Completion, decode
-from sampler import Sampling
 from tasks import Question
 
 VALIDATION_STREAM = 2**31  # no rollout has this number

@@ -13,11 +13,12 @@ import torch
 from transformers import AutoTokenizer
 
 from config import Settings
+from engines import load_engine
 from parallel import Mesh, check_tied_copies, checksum, clip_gradients, send_weights, sum_tied_gradient
 from pipeline import Pipeline
 from reference import Reference
 from rollout import Completion
-from sampler import Link, Sampler, load_engine, stop_ids
+from sampler import Link, Sampler, stop_ids
 from stages import Stage, StageSpec, attention_cost, load_config, load_weights, plan_stages
 
 

@@ -40,7 +40,7 @@ from tasks import fingerprint, load_questions, render_prompts
 
 DEMONSTRATIONS = "task:multiplication?split=train"
 WRONG_STEP = 0.17
-STEPS = 300
+STEPS = 370
 BATCH = 64
 LEARNING_RATE = 3e-3
 WARMUP_SHARE = 0.1

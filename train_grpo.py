@@ -30,6 +30,7 @@ import torch
 
 from checkpoint import export_model
 from config import Settings, SettingsError, parse_settings
+from drawing import Sampling
 from evaluate import evaluate
 from grpo_loss import LossSettings, group_advantages, policy_loss, policy_metrics, token_weights
 from metrics import Clock, Progress, Tracker, rollout_metrics
@@ -39,7 +40,7 @@ from policy import Policy
 from reward_terms import format_term, overlong_term, repetition_term, shaped_reward
 from rewards import grade, lenient, read_golds, take_faults
 from rollout import Completion, Rows, choose_row_length, decode, pack
-from sampler import Sampler, Sampling
+from sampler import Sampler
 from stages import describe_plan
 from tasks import Question, chat_template_note, hold_out, load_questions, render_prompts
 from tiny_model import make_tiny_model

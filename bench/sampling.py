@@ -32,7 +32,8 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, Qwen2Config  # noqa: E402
 
-from sampler import Link, Sampler, Sampling  # noqa: E402
+from drawing import Sampling  # noqa: E402
+from sampler import Link, Sampler  # noqa: E402
 from stages import Stage, plan_stages  # noqa: E402
 
 SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary

@@ -43,7 +43,7 @@ def run_ranks(world: int, function, *arguments, timeout: float = 60.0) -> list:
     ]
     for p in processes:
         p.start()
-    results, left = {}, timeout
+    results = {}
     end = time.monotonic() + timeout
     try:
         while len(results) < world:

@@ -11,8 +11,10 @@ import torch
 from ranks import run_ranks, small_config, stage_of, whole_model
 
 import sampler
+from drawing import Sampling, draw, uniforms
+from engines import load_engine
 from rollout import choose_row_length, pack
-from sampler import Link, Sampler, Sampling, draw, load_engine, stop_ids, uniforms
+from sampler import Link, Sampler, stop_ids
 from stages import plan_stages
 
 VOCABULARY, EOS = 96, 2

@@ -20,6 +20,7 @@ What differs from the DeepSeek-R1 paper: no reward model, no supervised stage, o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import random
@@ -286,6 +287,15 @@ def prepare(settings: Settings, mesh: Mesh) -> tuple[Trainer, list[Question], li
     return Trainer(settings, policy), questions, held_out
 
 
+def set_aside(folder: Path) -> None:
+    """Move what an earlier run left in ``folder`` to numbered names beside it: nothing is written over."""
+    for path in (folder / "metrics.jsonl", folder / "final"):
+        if path.exists():
+            number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}{path.suffix}").exists())
+            path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
+            print(f"{path} of an earlier run is now {path.stem}-{number}{path.suffix}")
+
+
 def train(trainer: Trainer, questions: list[Question], held_out: list[Question]) -> None:
     """All steps, validation before, between and after them, and the export of the trained model."""
     settings, policy, mesh = trainer.settings, trainer.policy, trainer.mesh
@@ -296,6 +306,7 @@ def train(trainer: Trainer, questions: list[Question], held_out: list[Question])
     folder, accuracy = Path(settings.project_dir), {}
     if mesh.is_first:
         print_start(trainer, questions, held_out, steps)
+        set_aside(folder)
         tracker = Tracker(
             folder, use_wandb=settings.tracker == "wandb", name=settings.run_name,
             settings=dataclasses.asdict(settings) | {"first_prompt": questions[0].prompt_text},

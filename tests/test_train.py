@@ -120,6 +120,16 @@ def test_a_step_equals_itself_under_the_same_seed_and_differs_under_another(mode
     assert pick(one) != pick(other)
 
 
+def test_a_second_run_in_the_same_folder_loses_nothing_of_the_first(model, tmp_path):
+    first, _ = run_curve(1, model, tmp_path / "run", "--max_steps", "1")
+    for _ in range(2):
+        again, _ = run_curve(1, model, tmp_path / "run", "--max_steps", "2")
+        assert [line["step"] for line in again] == [0, 1, 2, 2]
+    kept = [json.loads(line) for line in (tmp_path / "run" / "metrics-1.jsonl").read_text().splitlines()]
+    assert kept == first
+    assert all((tmp_path / "run" / name / "model.safetensors").exists() for name in ("final", "final-1", "final-2"))
+
+
 def test_every_epoch_visits_every_question_once():
     for epoch in range(3):
         order = batches(10, 4, epoch, seed=0)

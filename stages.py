@@ -125,11 +125,12 @@ def attention_cost(config) -> float:
 
 def describe_plan(specs: list[StageSpec], config) -> str:
     """The plan as a small table for the console; memory is weights + gradients + AdamW state in float32."""
-    lines = ["stage  layers    parameters  share of cost  weights+gradients+AdamW"]
+    lines = ["stage  layers    parameters  share of cost  weights+grads+AdamW"]
     for s in specs:
         what = f"{s.first_layer}-{s.end_layer - 1}"
-        memory = s.parameters * 16 / 2**30
-        lines.append(f"{s.index:<5}  {what:<8}  {s.parameters / 1e6:>8.2f} M  {s.cost:>12.0%}  {memory:>8.2f} GiB")
+        memory = s.parameters * 16 / 2**20
+        size = f"{memory / 1024:.1f} GiB" if memory >= 1024 else f"{memory:.1f} MiB"
+        lines.append(f"{s.index:<5}  {what:<8}  {s.parameters / 1e6:>8.2f} M  {s.cost:>12.0%}  {size:>19}")
     tied = " (tied to the head: first and last stage each hold a copy)" if config.tie_word_embeddings else ""
     return "\n".join(lines) + f"\nembeddings {config.vocab_size} x {config.hidden_size}{tied}"
 

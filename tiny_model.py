@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers.utils import logging as transformers_logging
 
 from tasks import fingerprint, load_questions, render_prompts
 
@@ -188,6 +189,7 @@ def make_tiny_model(folder, seed=0, *, steps=STEPS):
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         os.chmod(beside, 0o755)  # mkdtemp's folders are closed to everyone else
+        transformers_logging.disable_progress_bar()  # of a file that is written at once
         model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
         (beside / MARKER).write_text(json.dumps({"recipe": wanted}), encoding="utf-8")

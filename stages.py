@@ -129,7 +129,7 @@ def describe_plan(specs: list[StageSpec], config) -> str:
     for s in specs:
         what = f"{s.first_layer}-{s.end_layer - 1}"
         memory = s.parameters * 16 / 2**20
-        size = f"{memory / 1024:.1f} GiB" if memory >= 1024 else f"{memory:.1f} MiB"
+        size = f"{memory / 1024:.2f} GiB" if memory >= 1024 else f"{memory:.1f} MiB"
         lines.append(f"{s.index:<5}  {what:<8}  {s.parameters / 1e6:>8.2f} M  {s.cost:>12.0%}  {size:>19}")
     tied = " (tied to the head: first and last stage each hold a copy)" if config.tie_word_embeddings else ""
     return "\n".join(lines) + f"\nembeddings {config.vocab_size} x {config.hidden_size}{tied}"

@@ -79,6 +79,11 @@ def _now(device: torch.device):
     return event
 
 
+def _seconds(start, end) -> float:
+    """Between two points of ``_now``; on a GPU both must have been reached."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+
+
 def theoretical_bubble(stages: int, microbatches: int) -> float:
     """Idle share of a 1F1B or GPipe step with equal stages: (stages - 1) / (microbatches + stages - 1).
 
@@ -176,26 +181,23 @@ class Pipeline:
     def _pipeline_stage(self, row_length: int, training: bool) -> _TimedStage:
         """A stage object with static shapes: meta tensors say what arrives and what leaves."""
         rows, spec = self.microbatch_size, self.stage.spec
-        hidden = lambda: torch.empty(  # noqa: E731
-            rows, row_length, self.stage.config.hidden_size, dtype=self.stage.dtype, device="meta", requires_grad=training
-        )
+
+        def real(width: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(rows, row_length, width, dtype=dtype, device="meta", requires_grad=training)
+
         ids = torch.empty(rows, row_length, dtype=torch.long, device="meta")
-        kind = torch.float64 if self.stage.dtype == torch.float64 else torch.float32
-        logprobs = torch.empty(rows, row_length, 2, dtype=kind, device="meta", requires_grad=training)
+        hidden = real(self.stage.config.hidden_size, self.stage.dtype)
+        logprobs = real(2, torch.float64 if self.stage.dtype == torch.float64 else torch.float32)
         return _TimedStage(
             self.stage, spec.index, spec.count, self.mesh.device,
-            input_args=(ids if spec.is_first else hidden(),),
-            output_args=(logprobs if spec.is_last else hidden(),),
+            input_args=(ids if spec.is_first else hidden,),
+            output_args=(logprobs if spec.is_last else hidden,),
             group=self.mesh.pp_group,
         )
 
     def _note_timeline(self, chunks: list[tuple], began) -> None:
+        end = _now(self.mesh.device)
         if self.mesh.device.type == "cuda":
-            end = _now(self.mesh.device)
             end.synchronize()
-            since = lambda event: began.elapsed_time(event) / 1e3  # noqa: E731
-        else:
-            end = time.perf_counter()
-            since = lambda moment: moment - began  # noqa: E731
-        self.timeline = [Chunk(kind, m, since(a), since(b)) for kind, m, a, b in chunks]
-        self.step_s = since(end)
+        self.timeline = [Chunk(kind, m, _seconds(began, a), _seconds(began, b)) for kind, m, a, b in chunks]
+        self.step_s = _seconds(began, end)

@@ -159,7 +159,7 @@ def choose_row_length(
     completions: list[Completion], stages: int, share_prompts: bool, *, microbatch_size: int = 1,
     attention_cost: float = 1e-4, multiple: int = 16,
 ) -> int:
-    """T for a rollout: of a few sizes that hold the longest sequence, the one whose step is cheapest.
+    """T for a rollout: of the eight smallest sizes that hold the longest sequence, the one whose step is cheapest.
 
     Long rows waste less padding and hold whole groups, so fewer prompts are repeated; short rows cost less attention,
     which looks at all T x T pairs, and make more microbatches M, so less bubble. With padding included in M * T:

@@ -14,6 +14,8 @@ from ranks import model_folder, run_ranks
 from safetensors.torch import load_file
 
 from config import parse_settings
+from sampler import Sampler
+from stages import Stage, load_config, load_weights, plan_stages
 from train_grpo import batches, prepare, train
 
 
@@ -136,6 +138,33 @@ def test_every_epoch_visits_every_question_once():
         assert [len(b) for b in order] == [4, 4, 2]
         assert sorted(sum(order, [])) == list(range(10))
     assert batches(10, 4, 0, 0) != batches(10, 4, 1, 0) != batches(10, 4, 1, 1)
+
+
+class OwnEngine:
+    """An engine of the user's own: here our sampler over a model that it holds itself."""
+
+    def __init__(self, model, *, eos_ids, pad_id, decode, device, dtype):
+        config = load_config(model)
+        whole = load_weights(Stage(config, plan_stages(config, 1)[0], device=device, dtype=dtype), model)
+        self.inner, self.version = Sampler(whole, eos_ids=eos_ids, pad_id=pad_id, decode=decode), 0
+
+    def generate(self, prompts, **arguments):
+        return self.inner.generate(prompts, **arguments)
+
+    def update_weights(self, tensors, version):
+        self.inner.update_weights(tensors, version)
+        self.version = version
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_engine_of_ones_own_gets_every_new_weight(model, tmp_path, world):
+    own, weights = run_curve(world, model, tmp_path / "own", "--sampler", "test_train:OwnEngine")
+    ours, same = run_curve(world, model, tmp_path / "ours")
+    for a, b in zip(own, ours, strict=True):
+        for name in ("reward/mean", "completion/tokens", "train/grad_norm", "validation/length_mean"):
+            assert a.get(name) == b.get(name), name
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    assert own[-2]["sampler/weight_version"] == 3
 
 
 # ------------------------------------------------------------------------------------------------ as a command

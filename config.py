@@ -15,6 +15,8 @@ from pathlib import Path
 
 import yaml
 
+from schedules import SCHEDULES, stages_per_rank
+
 
 class SettingsError(ValueError):
     """A setting that cannot work; the message says what to change."""
@@ -33,6 +35,7 @@ class Settings:
     dtype: str = _setting("float32", "model", "of the master weights and the optimizer state", ("float32", "float64", "bfloat16"))
     compute_dtype: str = _setting("auto", "model", "of the matrix products; auto: bfloat16 on CUDA, dtype on the CPU", ("auto", "float32", "float64", "bfloat16"))
     activation_checkpointing: str = _setting("none", "model", "full: recompute each decoder layer in backward", ("none", "full"))
+    offload_optimizer: bool = _setting(False, "model", "keep the optimizer state in CPU memory between updates")
     # data
     data: str = _setting("task:multiplication?split=train", "data", "questions: a .jsonl/.json/.csv/.parquet file or folder, a hub name, or task:NAME?n=1000&seed=0")
     validation_data: str = _setting("", "data", "held-out questions, named like --data; empty: a share of the data is held out")
@@ -72,6 +75,7 @@ class Settings:
     correction_cap: float = _setting(2.0, "loss", "cap of that correction")
     mask_truncated: bool = _setting(False, "loss", "leave completions cut at the limit out of the loss")
     reference: str = _setting("rank0", "loss", "where the reference scores: a full copy on the first stage, or each stage's own frozen copy", ("rank0", "pipeline"))
+    offload_reference: bool = _setting(False, "loss", "keep the reference's weights in CPU memory while it does not score")
     reference_update_fraction: float = _setting(0.0, "loss", "each time this fraction of an epoch is trained the reference becomes the policy; 0: never")
     reference_mixup: float = _setting(1.0, "loss", "share of the policy in the updated reference; 1: a plain copy")
     # optimizer
@@ -84,11 +88,13 @@ class Settings:
     max_grad_norm: float = _setting(1.0, "optimizer", "clip the gradient norm over all stages; 0: off")
     max_bad_steps: int = _setting(3, "optimizer", "stop after this many steps in a row with a non-finite gradient")
     # pipeline
-    schedule: str = _setting("1F1B", "pipeline", "pipeline schedule", ("1F1B", "GPipe"))
+    schedule: str = _setting("1F1B", "pipeline", "pipeline schedule", tuple(SCHEDULES))
+    stages_per_rank: int = _setting(0, "pipeline", "stages of each process, for the schedules that take several; 0: as many as the schedule wants (1 or 2)")
     microbatch_size: int = _setting(1, "pipeline", "packed rows of a microbatch")
     share_prompts: bool = _setting(True, "pipeline", "a group's prompt stands once in a row")
     row_length: int = _setting(0, "pipeline", "tokens of a packed row; 0: chosen for each rollout")
-    timeout: float = _setting(600.0, "pipeline", "seconds after which a collective that hangs ends the job")
+    timeline_every: int = _setting(0, "pipeline", "every so many steps a picture of the measured pipeline goes to project_dir/timeline and to W&B; 0: never")
+    timeout: float = _setting(600.0, "pipeline", "seconds that a phase of a step, or a collective, may last before the job ends")
     # run
     epochs: int = _setting(1, "run", "passes over the data")
     max_steps: int = _setting(0, "run", "stop after this many rollouts; 0: after the epochs")
@@ -103,6 +109,12 @@ class Settings:
     tracker: str = _setting("wandb", "run", "where metrics go beside metrics.jsonl", ("wandb", "none"))
     run_name: str = _setting("", "run", "name of the run in W&B; empty: the folder's name")
     export: bool = _setting(True, "run", "write the trained model as a Hugging Face folder at the end")
+    # checkpoints
+    resume: str = _setting("auto", "checkpoints", "auto: go on from the newest complete checkpoint of project_dir; never: start over; or a checkpoint's path")
+    save_every: int = _setting(25, "checkpoints", "save a checkpoint every so many steps; 0: only for a new best, on a signal and at the end")
+    keep_checkpoints: int = _setting(2, "checkpoints", "how many of the newest are kept; the best always is")
+    async_checkpoint: bool = _setting(False, "checkpoints", "write checkpoints in the background, from a copy in CPU memory")
+    allow_data_change: bool = _setting(False, "checkpoints", "go on from a checkpoint although the data has changed")
 
     def split_sizes(self) -> list[int] | None:
         return [int(n) for n in self.split.split(",")] if self.split else None
@@ -132,10 +144,10 @@ def check_settings(s: Settings, world_size: int) -> None:
         value, choices = getattr(s, f.name), f.metadata["choices"]
         refuse(bool(choices) and value not in choices, f"--{f.name} {value} is unknown: choose one of {', '.join(choices or ())}")
         refuse(isinstance(value, float) and value != value, f"--{f.name} is not a number: give a finite value")
-    for name in ("batch_size", "max_completion_tokens", "max_prompt_tokens", "microbatch_size", "grpo_iterations", "epochs", "max_bad_steps"):
+    for name in ("batch_size", "max_completion_tokens", "max_prompt_tokens", "microbatch_size", "grpo_iterations", "epochs", "max_bad_steps", "keep_checkpoints"):
         refuse(getattr(s, name) < 1, f"--{name} is {getattr(s, name)}: give at least 1")
     for name in ("chunk_size", "max_sequences_in_flight", "warmup_steps", "max_steps", "eval_every", "eval_questions",
-                 "show_samples", "row_length", "eval_top_k", "format_weight", "overlong_weight", "repetition_weight", "beta", "dual_clip", "weight_decay", "max_grad_norm", "seed"):
+                 "show_samples", "save_every", "row_length", "stages_per_rank", "timeline_every", "eval_top_k", "format_weight", "overlong_weight", "repetition_weight", "beta", "dual_clip", "weight_decay", "max_grad_norm", "seed"):
         refuse(getattr(s, name) < 0, f"--{name} is {getattr(s, name)}: it cannot be negative")
     refuse(s.group_size < 2, f"--group_size is {s.group_size}: advantages compare the completions of a question, give at least 2")
     refuse(s.temperature <= 0, f"--temperature is {s.temperature}: training samples from the policy, give a temperature above 0")
@@ -157,9 +169,15 @@ def check_settings(s: Settings, world_size: int) -> None:
     refuse(s.sampler not in ("rank0", "pipeline") and ":" not in s.sampler, f"--sampler {s.sampler} is unknown: give rank0, pipeline or module:Class")
     refuse(s.row_length and s.row_length <= s.max_completion_tokens, f"--row_length {s.row_length} must exceed --max_completion_tokens {s.max_completion_tokens} by the longest prompt, or be 0")
     refuse(bool(s.columns) and any("=" not in pair for pair in s.columns.split(",")), f"--columns {s.columns} is not of the form question=problem,answer=solution")
+    try:
+        per_rank = stages_per_rank(s.schedule, s.stages_per_rank)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    stages, each = world_size * per_rank, f", of {per_rank} stages each" if per_rank > 1 else ""
+    refuse(s.sampler == "pipeline" and per_rank > 1, f"--sampler pipeline decodes with one stage on a rank, but --schedule {s.schedule} has {per_rank}: use --sampler rank0 or another schedule")
     if s.split:
         refuse(not all(n.strip().isdigit() for n in s.split.split(",")), f"--split {s.split} is not a list of layer counts such as 16,8")
-        refuse(len(s.split_sizes()) != world_size, f"--split {s.split} names {len(s.split_sizes())} stages but {world_size} processes run: start as many processes as numbers")
+        refuse(len(s.split_sizes()) != stages, f"--split {s.split} names {len(s.split_sizes())} stages but {world_size} processes run{each}: " + ("name as many numbers as stages" if each else "start as many processes as numbers"))
 
 
 # ------------------------------------------------------------------------------------------------ reading

@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,14 +26,31 @@ class Tracker:
         folder: the run's ``project_dir``; made when it does not exist.
         use_wandb: also log to W&B (offline without a key).
         settings: what the run was started with, kept in W&B's configuration.
+        run_id: the W&B run that this is or goes on with; empty: a new one.
+
+    W&B gets every line of ``metrics.jsonl`` once, also when a process was killed, which may lose what W&B had not yet
+    written: each line carries its number as ``metrics/line``, and a process that goes on starts with the first line that W&B
+    lacks, be it in the file already.
     """
 
-    def __init__(self, folder: Path, *, use_wandb: bool, name: str = "", settings: dict | None = None):
+    def __init__(
+        self, folder: Path, *, use_wandb: bool, name: str = "", settings: dict | None = None, run_id: str = "",
+    ):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.file = open(self.folder / "metrics.jsonl", "a", buffering=1)
-        self.nonfinite = 0
-        self.run = _start_wandb(self.folder, name or self.folder.name, settings or {}) if use_wandb else None
+        path = self.folder / "metrics.jsonl"
+        kept = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        self.nonfinite = kept[-1].get("metrics/nonfinite", 0) if kept else 0
+        self.file = open(path, "a", buffering=1)
+        self.lines = 0
+        self.run, self.held_by_wandb = None, 0
+        if use_wandb:
+            self.held_by_wandb = _lines_of_whole_segments(self.folder, run_id)
+            self.run = _start_wandb(self.folder, name or self.folder.name, settings or {}, run_id)
+            if self.run.resumed:  # the server knows better
+                self.held_by_wandb = int(self.run.summary.get("metrics/line", -1)) + 1
+        for line in kept:
+            self._send(line)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """One line of numbers at ``step``. A value that is not finite is written as null and counted."""
@@ -42,9 +60,22 @@ class Tracker:
             self.nonfinite += not finite
             clean[name] = value if finite else None
         clean["metrics/nonfinite"] = self.nonfinite
-        self.file.write(json.dumps({"step": step, **clean}) + "\n")
+        line = {"step": step, **clean}
+        self.file.write(json.dumps(line) + "\n")
+        self._send(line)
+
+    def _send(self, line: dict) -> None:
+        """One line to W&B, unless an earlier process has sent it."""
+        if self.run is not None and self.lines >= self.held_by_wandb:
+            self.run.log({k: v for k, v in line.items() if v is not None} | {"metrics/line": self.lines})
+        self.lines += 1
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        """A PNG that belongs to ``step``, to W&B."""
         if self.run is not None:
-            self.run.log({"step": step, **{k: v for k, v in clean.items() if v is not None}})
+            import wandb
+
+            self.run.log({"step": step, name: wandb.Image(str(path))})
 
     def wandb_folder(self) -> Path | None:
         """Where the W&B run lies on disk, or None without W&B."""
@@ -54,9 +85,49 @@ class Tracker:
         self.file.close()
         if self.run is not None:
             self.run.finish()
+            whole = _whole_segments(self.folder)
+            whole["names"].append(self.wandb_folder().name)
+            whole["lines"] = max(self.lines, self.held_by_wandb)
+            (self.folder / "wandb.json").write_text(json.dumps(whole))
 
 
-def _start_wandb(folder: Path, name: str, settings: dict):
+def cut_metrics(path: Path, last_step: int) -> None:
+    """Take the lines after ``last_step``, and a torn one, out of a ``metrics.jsonl``: a resumed run writes them again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+        except ValueError:
+            continue
+    partial = path.with_name(path.name + ".new")
+    partial.write_text("".join(kept))
+    os.replace(partial, path)
+
+
+def _whole_segments(folder: Path) -> dict:
+    """The W&B folders of processes that ended in order, and how many lines they hold together."""
+    path = folder / "wandb.json"
+    return json.loads(path.read_text()) if path.exists() else {"names": [], "lines": 0}
+
+
+def _lines_of_whole_segments(folder: Path, run_id: str) -> int:
+    """How many lines of this run W&B's offline folders hold for certain.
+
+    A killed process leaves a folder with only a part of its lines. It is renamed, so that ``wandb sync`` passes it over; its
+    lines are sent again from ``metrics.jsonl``.
+    """
+    whole = _whole_segments(folder)
+    found = [path for path in folder.glob(f"wandb/offline-run-*-{run_id}") if run_id]
+    for path in found:
+        if path.name not in whole["names"]:
+            path.rename(path.with_name(f"cut-{path.name}"))
+    return whole["lines"] if any(path.name in whole["names"] for path in found) else 0
+
+
+def _start_wandb(folder: Path, name: str, settings: dict, run_id: str):
     """A W&B run that cannot ask or hang: offline unless a key is there, or the mode is set by WANDB_MODE."""
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
@@ -65,12 +136,13 @@ def _start_wandb(folder: Path, name: str, settings: dict):
     if mode is None:
         mode = "online" if wandb.login(prompt=False) else "offline"
     quiet = wandb.Settings(console="off", init_timeout=60)
+    again = dict(id=run_id or None, resume="allow" if run_id and mode == "online" else None)
     common = dict(project=os.environ.get("WANDB_PROJECT", "grpo"), name=name, dir=str(folder), config=settings, settings=quiet)
     try:
-        run = wandb.init(mode=mode, **common)
+        run = wandb.init(mode=mode, **again, **common)
     except Exception as error:  # a key without a network, a server that refuses: the run itself must go on
         print(f"W&B cannot be reached ({error}): logging offline", file=sys.stderr)
-        run = wandb.init(mode="offline", **common)
+        run = wandb.init(mode="offline", id=again["id"], **common)
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run
@@ -114,14 +186,21 @@ def rollout_metrics(completions: list[Completion], lenient: list[float | None]) 
 
 
 class Clock:
-    """Seconds by phase of one step; phases do not nest, and what no phase covers is ``time/other``."""
+    """Seconds by phase of one step; phases do not nest, and what no phase covers is ``time/other``.
 
-    def __init__(self):
+    Args:
+        note: called with the name of every phase that begins.
+    """
+
+    def __init__(self, note: Callable[[str], None] | None = None):
+        self.note = note
         self.start = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str):
+        if self.note is not None:
+            self.note(name)
         began = time.perf_counter()
         try:
             yield

@@ -15,16 +15,21 @@ import sys
 import traceback
 import zlib
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from watch import Watch, machine_name, processes_here
+
 
 @dataclass
 class Mesh:
     """This process's place: ``stage`` of ``stages`` in the pipeline, and the groups to talk through.
+
+    Where a schedule puts several stages on a rank (``stages.Stages``), these count ranks: ``is_first`` is then the rank of
+    the first stage, and ``pipeline.holds_last`` tells where the last one is.
 
     Tensors of the model travel through ``pp_group`` (nccl on GPUs, gloo on CPUs); Python objects and small numbers
     through ``control_group``, which is always gloo and on the CPU.
@@ -36,6 +41,8 @@ class Mesh:
     pp_group: dist.ProcessGroup
     control_group: dist.ProcessGroup
     ends_group: dist.ProcessGroup | None  # first and last stage, for tied embeddings; None with one stage
+    timeout: datetime.timedelta = datetime.timedelta(seconds=600)  # of every collective
+    watch: Watch = field(default_factory=Watch)
 
     @property
     def is_first(self) -> bool:
@@ -90,7 +97,7 @@ def open_mesh(device: str = "auto", timeout_s: float = 600.0) -> Mesh:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     place = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(seconds=timeout_s + 5)  # the watch, which knows the phase, shall speak first
     common = dict(timeout=timeout)
     if "RANK" not in os.environ:
         common |= dict(store=dist.HashStore(), rank=0, world_size=1)
@@ -103,7 +110,40 @@ def open_mesh(device: str = "auto", timeout_s: float = 600.0) -> Mesh:
     pp_group = dist.group.WORLD
     control_group = dist.new_group(everyone, backend="gloo", timeout=timeout) if place.type == "cuda" else pp_group
     ends_group = dist.new_group([0, world - 1], timeout=timeout) if world > 1 else None
-    return Mesh(rank, world, place, pp_group, control_group, ends_group)
+    return Mesh(rank, world, place, pp_group, control_group, ends_group, timeout, Watch(rank, world, timeout_s))
+
+
+def start_watch(mesh: Mesh) -> None:
+    """Catch signals, and watch the clock and the other processes of this machine from here on."""
+    mesh.watch.catch_signals()
+    others = processes_here(mesh.gather((machine_name(), os.getpid())))
+    mesh.watch.start(others, launched="TORCHELASTIC_RUN_ID" in os.environ)
+
+
+def agree_to_stop(mesh: Mesh) -> str:
+    """Which stages were asked to stop by what, the same text on every stage; "" when none was."""
+    asked: dict[str, list[int]] = {}
+    for stage, reason in enumerate(mesh.gather(mesh.watch.stop)):
+        if reason:
+            asked.setdefault(reason, []).append(stage)
+    return ", ".join(f"{reason} at stage {' and '.join(map(str, stages))}" for reason, stages in asked.items())
+
+
+class Refused(ValueError):
+    """What one stage refuses and all know of: the first one says it."""
+
+
+def refuse_together(mesh: Mesh, function):
+    """``function()`` on every stage; the ValueError of one is raised on all, so that none waits for another."""
+    result = message = None
+    try:
+        result = function()
+    except ValueError as error:
+        message = str(error)
+    found = [m for m in mesh.gather(message) if m is not None]
+    if found:
+        raise Refused(found[0])
+    return result
 
 
 @contextmanager
@@ -122,12 +162,14 @@ def fail_together(mesh: Mesh):
         # torch raises RuntimeError; a ConnectionError is a server's, of W&B or of a reward, and must be shown in full
         gone = "onnection closed by peer" in str(error) or "Connection reset by peer" in str(error)
         if isinstance(error, RuntimeError) and gone:
-            print(f"stage {mesh.stage} of {mesh.stages} stops: another stage has left", file=sys.stderr)
+            print(f"stage {mesh.stage} of {mesh.stages} stops in {mesh.watch.where()}: another stage has left", file=sys.stderr)
         else:
-            print(f"\nstage {mesh.stage} of {mesh.stages} failed:", file=sys.stderr)
+            print(f"\nstage {mesh.stage} of {mesh.stages} failed in {mesh.watch.where()}:", file=sys.stderr)
             traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+    mesh.barrier()
+    mesh.watch.close()
     dist.destroy_process_group()
 
 
@@ -135,12 +177,13 @@ def fail_together(mesh: Mesh):
 def sum_tied_gradient(stage, mesh: Mesh) -> None:
     """Add up the two gradients of tied embeddings, which stand as a copy on the first and on the last stage.
 
-    In one process the parameter is used twice and autograd adds the two; here a sum over just those two ranks does it.
+    In one process, or where one rank holds both stages, the parameter is used twice and autograd adds the two; elsewhere
+    a sum over just those two ranks does it.
     Both copies start equal and see the same gradient, so they stay equal. Call before clipping.
     """
-    if mesh.ends_group is None or not stage.config.tie_word_embeddings or not (mesh.is_first or mesh.is_last):
+    weight = stage.tied_weight
+    if weight is None:
         return
-    weight = stage.embed_tokens.weight if mesh.is_first else stage.lm_head.weight
     if weight.grad is None:  # frozen by the user, or no backward has run
         weight.grad = torch.zeros_like(weight)
     dist.all_reduce(weight.grad, group=mesh.ends_group)
@@ -148,10 +191,8 @@ def sum_tied_gradient(stage, mesh: Mesh) -> None:
 
 def gradient_norms(stage, mesh: Mesh) -> list[float]:
     """The gradient norm of every stage, on every stage; a tied copy counts once, on the first stage."""
-    counted = [
-        p.grad for name, p in stage.named_parameters()
-        if p.grad is not None and not (stage.holds_tied_copy and name == "lm_head.weight")
-    ]
+    copy = stage.tied_copy
+    counted = [p.grad for p in stage.parameters() if p.grad is not None and p is not copy]
     norm = torch.nn.utils.get_total_norm(counted).double().item() if counted else 0.0
     return mesh.gather(norm)
 
@@ -227,9 +268,7 @@ def check_tied_copies(stage, mesh: Mesh) -> None:
     Raises:
         RuntimeError: they differ.
     """
-    if mesh.ends_group is None or not stage.config.tie_word_embeddings:
-        return
-    mine = {0: stage.embed_tokens, mesh.stages - 1: stage.lm_head}.get(mesh.stage)
-    sums = mesh.gather(None if mine is None else _sum_of_bits(mine.weight.detach()))
+    mine = stage.tied_weight
+    sums = mesh.gather(None if mine is None else _sum_of_bits(mine.detach()))
     if sums[0] != sums[-1]:
         raise RuntimeError(f"the tied embeddings differ between the first stage ({sums[0]:x}) and the last ({sums[-1]:x})")

@@ -17,9 +17,11 @@ from engines import load_engine
 from parallel import Mesh, check_tied_copies, checksum, clip_gradients, send_weights, sum_tied_gradient
 from pipeline import Pipeline
 from reference import Reference
-from rollout import Completion
+from rollout import Completion, round_up_to_bucket
 from sampler import Link, Sampler, stop_ids
-from stages import Stage, StageSpec, attention_cost, load_config, load_weights, plan_stages
+from plan import Workload, describe
+from schedules import microbatches_needed, rank_of_stages, stages_per_rank
+from stages import Stage, Stages, StageSpec, attention_cost, load_config, load_weights, plan_stages
 
 
 class Policy:
@@ -35,7 +37,9 @@ class Policy:
     def __init__(self, settings: Settings, mesh: Mesh, model: str):
         self.settings, self.mesh, self.model = settings, mesh, model
         self.config = load_config(model)
-        self.plan = plan_stages(self.config, mesh.stages, settings.split_sizes())
+        per_rank = stages_per_rank(settings.schedule, settings.stages_per_rank)
+        self.ranks = rank_of_stages(settings.schedule, mesh.stages, per_rank)
+        self.plan = plan_stages(self.config, len(self.ranks), settings.split_sizes())
         self.attention_cost = attention_cost(self.config)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.stop_ids = stop_ids(model, self.config, self.tokenizer)
@@ -52,20 +56,50 @@ class Policy:
             ValueError: a checkpoint that lacks a tensor or holds another shape.
         """
         s, mesh, model = self.settings, self.mesh, self.model
-        self.stage = load_weights(self.make_stage(self.plan[mesh.stage]), model)
+        self.stage = load_weights(self.make_held(), model)
         pipeline = dict(schedule=s.schedule, microbatch_size=s.microbatch_size)
         self.pipeline = Pipeline(self.stage, mesh, **pipeline)
         if s.beta > 0:
             whole = s.reference == "rank0"
-            spec = plan_stages(self.config, 1)[0] if whole else self.plan[mesh.stage]
-            frozen = load_weights(self.make_stage(spec), model) if mesh.is_first or not whole else None
-            self.reference = Reference(frozen, mesh, None if whole else Pipeline(frozen, mesh, **pipeline))
+            frozen = None
+            if mesh.is_first or not whole:
+                frozen = load_weights(self.make_stage(plan_stages(self.config, 1)[0]) if whole else self.make_held(), model)
+            scoring = None if whole else Pipeline(frozen, mesh, **pipeline)
+            self.reference = Reference(
+                frozen, mesh, scoring, last_rank=self.pipeline.last_rank, offload=s.offload_reference
+            )
         self.sampler = self.make_sampler()
-        self.optimizer = torch.optim.AdamW(
+        optimizer = OffloadedAdamW if s.offload_optimizer else torch.optim.AdamW
+        self.optimizer = optimizer(
             self.stage.parameters(), lr=s.learning_rate, betas=(s.adam_beta1, s.adam_beta2), weight_decay=s.weight_decay
         )
         check_tied_copies(self.stage, mesh)
         self.sync()
+
+    def describe_plan(self, longest: int) -> str:
+        """Split, memory and bubbles as expected, for rows that hold one sequence of ``longest`` tokens.
+
+        The rows of a rollout are chosen later and may be longer; four microbatches a rank are assumed.
+        """
+        s, mesh = self.settings, self.mesh
+        least, multiple = microbatches_needed(s.schedule, mesh.stages)
+        work = Workload(
+            ranks=mesh.stages, schedule=s.schedule, per_rank=len(self.ranks) // mesh.stages,
+            microbatches=max(least, -(-4 * mesh.stages // multiple) * multiple), microbatch_size=s.microbatch_size,
+            row_length=s.row_length or round_up_to_bucket(longest), dtype=self.stage.dtype,
+            compute_dtype=self.stage.compute_dtype, activation_checkpointing=s.activation_checkpointing == "full",
+            offload_optimizer=s.offload_optimizer and mesh.device.type == "cuda", sampler=s.sampler,
+            sequences=min(s.max_sequences_in_flight or 10**9, (s.chunk_size or s.batch_size) * s.group_size),
+            sequence_length=longest, reference=s.reference if s.beta > 0 else "",
+            offload_reference=s.offload_reference and mesh.device.type == "cuda",
+        )
+        gpu = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30 if mesh.device.type == "cuda" else 0.0
+        return describe(self.config, self.plan, work, round(gpu, 1))
+
+    def make_held(self) -> Stage | Stages:
+        """The unfilled stages of this rank."""
+        parts = [self.make_stage(spec) for spec, rank in zip(self.plan, self.ranks) if rank == self.mesh.stage]
+        return parts[0] if len(parts) == 1 else Stages(parts)
 
     def make_stage(self, spec: StageSpec, *, in_compute_dtype: bool = False) -> Stage:
         """An unfilled stage as the settings want it; ``in_compute_dtype`` for copies that are never trained."""
@@ -83,7 +117,7 @@ class Policy:
         """The engine on this rank, or None where the first stage's rank samples alone."""
         s, mesh = self.settings, self.mesh
         common = dict(eos_ids=self.stop_ids, pad_id=self.pad_id, decode=self.tokenizer.decode)
-        if mesh.stages == 1 and s.sampler in ("rank0", "pipeline"):
+        if len(self.plan) == 1 and s.sampler in ("rank0", "pipeline"):
             return Sampler(self.stage, **common)  # the policy itself: nothing to copy
         if s.sampler == "pipeline":
             return Sampler(self.stage, link=Link(mesh.pp_group, mesh.device, mesh.control_group), **common)
@@ -99,8 +133,11 @@ class Policy:
         """Completions on the first stage's rank; call on every stage with the same arguments."""
         return [] if self.sampler is None else self.sampler.generate(prompts, **arguments)
 
-    def optimize(self, total_updates: int) -> dict[str, float]:
-        """One update from the gradients of all stages; left out everywhere when they are not finite.
+    def optimize(self, total_updates: int, loss: float | None = None) -> dict[str, float]:
+        """One update from the gradients of all stages; left out everywhere when they or the loss are not finite.
+
+        Args:
+            loss: on the rank of the last stage.
 
         Raises:
             FloatingPointError: ``max_bad_steps`` updates in a row were left out.
@@ -112,14 +149,16 @@ class Policy:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.updates += 1
-        if math.isfinite(norm):
+        losses = [found for found in self.mesh.gather(loss) if found is not None]
+        if math.isfinite(norm) and all(map(math.isfinite, losses)):
             self.optimizer.step()
             self.bad_in_a_row = 0
         else:
             self.skipped += 1
             self.bad_in_a_row += 1
             if self.mesh.is_first:
-                print(f"\nupdate {self.updates}: the gradient norm is {norm}; the update is skipped", flush=True)
+                loss_too = "".join(f" and the loss {found}" for found in losses if not math.isfinite(found))
+                print(f"\nupdate {self.updates}: the gradient norm is {norm}{loss_too}; the update is skipped", flush=True)
         if self.bad_in_a_row >= s.max_bad_steps:
             raise FloatingPointError(
                 f"{self.bad_in_a_row} updates in a row had a gradient that is not finite: lower --learning_rate"
@@ -134,7 +173,7 @@ class Policy:
             RuntimeError: the weights that arrived are not those that were sent.
         """
         mesh = self.mesh
-        if self.settings.sampler == "pipeline" or (mesh.stages == 1 and self.settings.sampler == "rank0"):
+        if self.settings.sampler == "pipeline" or (len(self.plan) == 1 and self.settings.sampler == "rank0"):
             self.sampler.version = self.updates
             return {"sampler/weight_version": self.updates}
         send_weights(self.stage, self.landing, mesh)
@@ -149,6 +188,30 @@ class Policy:
         else:
             self.sampler.update_weights(self.landing.export_tensors(), self.updates)
         return {"sampler/weight_version": self.updates, "sampler/weight_checksum": arrived % 2**31}
+
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW whose state lies in CPU memory between updates and visits the device one parameter at a time.
+
+    The arithmetic is the same, on the same device; an update moves 16 bytes a parameter over the bus.
+    """
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        groups = self.param_groups
+        for group in groups:
+            for p in group["params"]:
+                self.param_groups = [group | {"params": [p]}]
+                self._move_state(p, p.device)
+                super().step()
+                self._move_state(p, torch.device("cpu"))
+        self.param_groups = groups
+
+    def _move_state(self, parameter, device: torch.device) -> None:
+        state = self.state.get(parameter, {})
+        for name, value in state.items():
+            if name != "step":  # a number, which AdamW keeps on the CPU
+                state[name] = value.to(device)
 
 
 def learning_rate(settings: Settings, step: int, steps: int) -> float:

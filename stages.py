@@ -8,6 +8,7 @@ What stands where it is needed:
 * ``plan_stages``    which layers go to which stage, by cost (the LM head of a large vocabulary costs many layers)
 * ``Stage``          the module: ``forward`` for packed rows (training and scoring), ``embed``/``run_layers``/``logits``
                      for decoding with a cache
+* ``Stages``         the several stages of one rank, under schedules that want them
 * ``load_weights``   this stage's tensors from a folder or a hub name, sharded or not
 * ``export_names``   local parameter names to Hugging Face names with global layer numbers, and back
 
@@ -226,9 +227,26 @@ class Stage(nn.Module):
         return self.layers[0].input_layernorm.weight.device
 
     @property
+    def parts(self) -> list[Stage]:
+        """The stages held here: this one alone (see ``Stages``)."""
+        return [self]
+
+    @property
     def holds_tied_copy(self) -> bool:
         """True on a last stage whose head repeats the embeddings of the first stage."""
         return self.spec.is_last and not self.spec.is_first and self.config.tie_word_embeddings
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """The tied embeddings, where another stage holds a copy of them: on a first or a last stage, not on both in one."""
+        if not self.config.tie_word_embeddings or self.spec.is_first == self.spec.is_last:
+            return None
+        return self.embed_tokens.weight if self.spec.is_first else self.lm_head.weight
+
+    @property
+    def tied_copy(self) -> nn.Parameter | None:
+        """That of the last stage, which the first stage answers for."""
+        return self.lm_head.weight if self.holds_tied_copy else None
 
     def forward(
         self, x: Tensor, *, input_ids: Tensor, position_ids: Tensor, segment_ids: Tensor, group_ids: Tensor,
@@ -244,6 +262,16 @@ class Stage(nn.Module):
             hidden states [R, T, H]; on the last stage [R, T, 2]: log-prob and entropy (nats) of each completion token,
             0 elsewhere. The log-prob of token t stands at t, though another position predicts it.
         """
+        hidden = self.run_rows(x, position_ids, segment_ids, group_ids)
+        if not self.spec.is_last:
+            return hidden
+        row, place = (segment_ids > 0).nonzero(as_tuple=True)
+        logprob, entropy = self.score(hidden, row, predictor[row, place], input_ids[row, place])
+        out = torch.zeros(*segment_ids.shape, 2, dtype=logprob.dtype, device=logprob.device)
+        return out.index_put((row, place), torch.stack([logprob, entropy], dim=-1))
+
+    def run_rows(self, x: Tensor, position_ids: Tensor, segment_ids: Tensor, group_ids: Tensor) -> Tensor:
+        """What arrives -> hidden states [R, T, H] behind this stage's layers."""
         hidden = self.embed(x) if self.spec.is_first else x
         masks = {
             kind: attention_mask(
@@ -252,19 +280,17 @@ class Stage(nn.Module):
             )
             for kind in set(self.layer_types)
         }
-        hidden = self.run_layers(hidden, position_ids, masks)
-        if not self.spec.is_last:
-            return hidden
-        row, place = (segment_ids > 0).nonzero(as_tuple=True)
+        return self.run_layers(hidden, position_ids, masks)
+
+    def score(self, hidden: Tensor, row: Tensor, predictor: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy [N] of N tokens, ``targets``, which the hidden states at (row, predictor) predict."""
         # Only positions that predict a completion token go through the head. They are gathered behind the norm: it runs
         # in float32, so that a prompt's last token, which predicts G first tokens, would be rounded G times before it.
-        predicting = self.norm(hidden)[row, predictor[row, place]]
-        logprob, entropy = token_logprobs(
-            predicting.to(self.compute_dtype), self.lm_head.weight, input_ids[row, place],
+        predicting = self.norm(hidden)[row, predictor]
+        return token_logprobs(
+            predicting.to(self.compute_dtype), self.lm_head.weight, targets,
             temperature=self.temperature, chunk_tokens=self.head_chunk,
         )
-        out = torch.zeros(*segment_ids.shape, 2, dtype=logprob.dtype, device=logprob.device)
-        return out.index_put((row, place), torch.stack([logprob, entropy], dim=-1))
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids [..., T] -> hidden states [..., T, H]; first stage only."""
@@ -337,6 +363,55 @@ class Stage(nn.Module):
             parameter.copy_(tensor)
 
 
+class Stages(nn.Module):
+    """The stages of one rank where a schedule puts several there; takes the place of the one ``Stage`` elsewhere.
+
+    Where the first and the last stage stand on the same rank, tied embeddings are one parameter that both use: there
+    is no copy, nothing to add up between ranks, and half the optimizer state.
+
+    Args:
+        parts: in the order of their ``spec.index``.
+    """
+
+    def __init__(self, parts: list[Stage]):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        first, last = parts[0], parts[-1]
+        self.config, self.dtype, self.compute_dtype = first.config, first.dtype, first.compute_dtype
+        self.both_ends = first.spec.is_first and last.spec.is_last
+        if self.both_ends and last.holds_tied_copy:
+            last.lm_head.weight = first.embed_tokens.weight
+        self.eval()
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """As of ``Stage``: None where no other rank holds a copy."""
+        found = [part.tied_weight for part in self.parts if part.tied_weight is not None]
+        return found[0] if found and not self.both_ends else None
+
+    @property
+    def tied_copy(self) -> nn.Parameter | None:
+        return None if self.both_ends else self.parts[-1].tied_copy
+
+    def export_names(self) -> dict[str, str]:
+        """Local parameter name -> Hugging Face name."""
+        names = {f"parts.{i}.{k}": name for i, part in enumerate(self.parts) for k, name in part.export_names().items()}
+        return {local: names[local] for local, _ in self.named_parameters()}
+
+    def export_tensors(self) -> dict[str, Tensor]:
+        """The parameters that this rank answers for, by Hugging Face name."""
+        return {name: tensor for part in self.parts for name, tensor in part.export_tensors().items()}
+
+    def load_tensors(self, tensors) -> None:
+        """As of ``Stage``."""
+        for part in self.parts:
+            part.load_tensors(tensors)
+
+
 # ------------------------------------------------------------------------------------------------ loading
 def find_file(model: str, name: str) -> Path | None:
     """The local path of file ``name`` of a model folder or hub name, or None where the model has no such file.
@@ -391,7 +466,7 @@ class _Checkpoint:
         return self._open(self.where[name]).get_tensor(name)
 
 
-def load_weights(stage: Stage, model: str) -> Stage:
+def load_weights(stage: Stage | Stages, model: str) -> Stage | Stages:
     """Fill ``stage`` from a folder or hub name, reading only its own tensors.
 
     Raises:
@@ -410,3 +485,9 @@ def load_config(model: str):
     config = AutoConfig.from_pretrained(model)
     check_architecture(config)
     return config
+
+
+if __name__ == "__main__":
+    from plan import main
+
+    main()

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import os
 import random
@@ -29,22 +30,23 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import export_model
+from checkpoint import Checkpoints, State, read_state
 from config import Settings, SettingsError, parse_settings
 from drawing import Sampling
 from evaluate import evaluate
+from export import export_checkpoint, export_model
 from grpo_loss import LossSettings, group_advantages, policy_loss, policy_metrics, token_weights
-from metrics import Clock, Progress, Tracker, rollout_metrics
-from parallel import Mesh, fail_together, open_mesh
-from pipeline import theoretical_bubble
+from metrics import Clock, Progress, Tracker, cut_metrics, rollout_metrics
+from parallel import Mesh, Refused, agree_to_stop, fail_together, open_mesh, refuse_together, start_watch
 from policy import Policy
+from resume import check_same_data, claim_folder, run_identity
 from reward_terms import format_term, overlong_term, repetition_term, shaped_reward
 from rewards import grade, lenient, read_golds, take_faults
 from rollout import Completion, Rows, choose_row_length, decode, pack
 from sampler import Sampler
-from stages import describe_plan
-from tasks import Question, chat_template_note, hold_out, load_questions, render_prompts
+from tasks import Question, chat_template_note, fingerprint, hold_out, load_questions, render_prompts
 from tiny_model import make_tiny_model
+from watch import STOPPED, Interrupted
 
 SAME = {torch.float64: 1e-8, torch.float32: 1e-4}  # how close sampler and trainer must be at step 1, by dtype
 
@@ -91,6 +93,7 @@ class Trainer:
 
     def __init__(self, settings: Settings, policy: Policy):
         self.settings, self.policy, self.mesh = settings, policy, policy.mesh
+        self.state = State()
         s = settings
         self.loss_settings = LossSettings(
             loss=s.loss, epsilon=s.epsilon, epsilon_high=s.epsilon_high, beta=s.beta, delta=s.dual_clip or None,
@@ -111,8 +114,12 @@ class Trainer:
 
         Returns:
             on the first stage all metrics of the step; elsewhere nothing of use.
+
+        Raises:
+            Interrupted: a stage was asked to stop and nothing of this step has been applied yet.
         """
-        clock = Clock()
+        self.mesh.watch.step = number
+        clock = Clock(self.mesh.watch.enter)
         with clock.phase("sample"):
             completions = self.sample(number, questions)
         with clock.phase("verify"):
@@ -139,6 +146,8 @@ class Trainer:
                 prompts[first : first + chunk], group_size=s.group_size, sampling=self.sampling, stream=(s.seed, number),
                 first_question=first,
             )
+            if agree_to_stop(self.mesh):
+                raise Interrupted
         decode(completions, self.policy.tokenizer, self.policy.stop_ids)
         return completions
 
@@ -172,7 +181,7 @@ class Trainer:
             )
             rows = pack(
                 completions, length, share_prompts=s.share_prompts, pad_id=self.policy.pad_id,
-                rows_multiple=s.microbatch_size, rows_at_least=self.policy.pipeline.rows_needed(),
+                rows_multiple=self.policy.pipeline.rows_multiple(), rows_at_least=self.policy.pipeline.rows_needed(),
                 dtype=torch.float64 if self.policy.stage.dtype == torch.float64 else torch.float32,
             )
         return self.mesh.broadcast(rows).to(self.mesh.device)
@@ -201,9 +210,15 @@ class Trainer:
             with clock.phase("train"):
                 result = policy.pipeline.train_step(rows, loss_fn)
             with clock.phase("optimizer"):
-                values = policy.optimize(total_updates)
-            report = self.last_stage_report(rows, result) if mesh.is_last else None
-            report = mesh.broadcast(report, mesh.stages - 1)
+                try:
+                    values = policy.optimize(total_updates, result[0] if result else None)
+                except FloatingPointError:
+                    if result:
+                        write_bad_rows(Path(s.project_dir) / f"bad_rows_step_{number}.jsonl", rows, result[1], policy.tokenizer)
+                    mesh.barrier()  # no stage leaves before the file is written
+                    raise
+            report = self.last_stage_report(rows, result) if policy.pipeline.holds_last else None
+            report = mesh.broadcast(report, policy.pipeline.last_rank)
             if policy.updates == 1:
                 self.check_first_update(report)
             values |= report
@@ -249,7 +264,7 @@ class Trainer:
         timings = self.mesh.gather(self.policy.pipeline.timings())
         longest = max(t["step_s"] for t in timings)
         values = {
-            "pipeline/bubble_theory": theoretical_bubble(self.mesh.stages, microbatches),
+            "pipeline/bubble_theory": self.policy.pipeline.theoretical_bubble(rows),
             "pipeline/bubble_measured": 1 - sum(t["busy_s"] for t in timings) / (longest * len(timings)),
             "pipeline/microbatches": microbatches, "pipeline/row_length": rows.shape[1],
             "pipeline/padding_share": rows.padding_share(), "pipeline/prompt_tokens_shared": rows.prompt_tokens_shared,
@@ -270,83 +285,180 @@ def reward_terms(c: Completion, question: Question, settings: Settings) -> dict[
     return {name: terms[name]() for name in settings.reward_weights()}
 
 
+def write_bad_rows(path: Path, rows: Rows, output: torch.Tensor, tokenizer) -> None:
+    """The rows of a step without a finite gradient, one JSON object a line, with the log-probs that the policy gave them."""
+    lists = {name: getattr(rows, name).tolist() for name in ("input_ids", "segment_ids", "advantage", "weight")}
+    with open(path, "w") as file:
+        for i, logprob in enumerate(output[..., 0].cpu()):
+            row = {name: values[i] for name, values in lists.items()}
+            text = tokenizer.decode([token for token, segment in zip(row["input_ids"], row["segment_ids"]) if segment >= 0])
+            finite = [value if math.isfinite(value) else None for value in logprob.tolist()]
+            file.write(json.dumps({"row": i, "finite": None not in finite, "text": text, **row, "logprob": finite}) + "\n")
+    print(f"the rows of this step are in {path}", file=sys.stderr, flush=True)
+
+
 # ------------------------------------------------------------------------------------------------ the run
 def prepare(settings: Settings, mesh: Mesh) -> tuple[Trainer, list[Question], list[Question]]:
     """Everything up to the first step; the questions and the held-out ones on the first stage, empty lists elsewhere.
 
     Raises:
-        ValueError: data or a model that cannot be used, in one sentence.
+        ValueError: data, a model or a checkpoint that cannot be used, in one sentence.
     """
+    lock, checkpoint = claim_folder(settings, mesh)
     model = settings.model
     if model == "tiny":
         folder = Path(settings.project_dir).parent / f"tiny-model-{settings.seed}"
         model = mesh.broadcast(str(make_tiny_model(folder, settings.seed)) if mesh.is_first else None)
     policy = Policy(settings, mesh, model)
-    questions, held_out = prepare_questions(settings, policy.tokenizer) if mesh.is_first else ([], [])
+    fingerprints: dict[str, str] = {}
+
+    def read_questions():
+        if not mesh.is_first:
+            return [], []
+        questions, held_out = prepare_questions(settings, policy.tokenizer)
+        fingerprints.update(training=fingerprint(questions), held_out=fingerprint(held_out))
+        if checkpoint is not None:
+            check_same_data(read_state(checkpoint)["data"], fingerprints, checkpoint, settings.allow_data_change)
+        return questions, held_out
+
+    questions, held_out = refuse_together(mesh, read_questions)
     policy.load()
-    return Trainer(settings, policy), questions, held_out
+    trainer = Trainer(settings, policy)
+    trainer.lock, trainer.resumed, trainer.fingerprints = lock, checkpoint, fingerprints
+    trainer.checkpoints = Checkpoints(
+        Path(settings.project_dir) / "checkpoints", mesh, keep=settings.keep_checkpoints, background=settings.async_checkpoint
+    )
+    if checkpoint is not None:
+        trainer.state = refuse_together(mesh, lambda: trainer.checkpoints.load(policy, checkpoint))
+    return trainer, questions, held_out
 
 
-def set_aside(folder: Path) -> None:
-    """Move what an earlier run left in ``folder`` to numbered names beside it: nothing is written over."""
-    for path in (folder / "metrics.jsonl", folder / "final"):
+def set_aside(folder: Path, names: list[str]) -> None:
+    """Move what another run left in ``folder`` to numbered names beside it: nothing is written over."""
+    for path in (folder / name for name in names):
         if path.exists():
             number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}{path.suffix}").exists())
             path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
             print(f"{path} of an earlier run is now {path.stem}-{number}{path.suffix}")
 
 
-def train(trainer: Trainer, questions: list[Question], held_out: list[Question]) -> None:
-    """All steps, validation before, between and after them, and the export of the trained model."""
+def open_tracker(trainer: Trainer, steps: int, first_prompt: str) -> tuple[Tracker, str]:
+    """The tracker of a run that starts or goes on, and the run's id."""
+    s, folder, resumed = trainer.settings, Path(trainer.settings.project_dir), trainer.resumed is not None
+    run_id, again = run_identity(s, trainer.fingerprints, resumed)
+    if again:
+        cut_metrics(folder / "metrics.jsonl", trainer.state.step if resumed else -1)
+    else:
+        set_aside(folder, ["metrics.jsonl", "wandb.json", "final", "best"] + ["checkpoints"] * (s.resume == "never"))
+    tracker = Tracker(
+        folder, use_wandb=s.tracker == "wandb" and trainer.state.step < steps, name=s.run_name, run_id=run_id,
+        settings=dataclasses.asdict(s) | {"first_prompt": first_prompt},
+    )
+    return tracker, run_id
+
+
+def train(trainer: Trainer, questions: list[Question], held_out: list[Question]) -> bool:
+    """All steps that are left, validation before, between and after them, checkpoints, and the export of the trained model.
+
+    Returns:
+        False when the run was stopped by a signal; the same command then goes on.
+    """
     settings, policy, mesh = trainer.settings, trainer.policy, trainer.mesh
     per_epoch, validating = mesh.broadcast((math.ceil(len(questions) / settings.batch_size), bool(held_out)))
     steps = settings.epochs * per_epoch
     steps = min(steps, settings.max_steps) if settings.max_steps else steps
     refresh_every = max(1, round(settings.reference_update_fraction * per_epoch))
-    folder, accuracy = Path(settings.project_dir), {}
+    folder, state, checkpoints = Path(settings.project_dir), trainer.state, trainer.checkpoints
+    more = {"data": trainer.fingerprints}
     if mesh.is_first:
         print_start(trainer, questions, held_out, steps)
-        set_aside(folder)
-        tracker = Tracker(
-            folder, use_wandb=settings.tracker == "wandb", name=settings.run_name,
-            settings=dataclasses.asdict(settings) | {"first_prompt": questions[0].prompt_text},
-        )
+        tracker, more["wandb_id"] = open_tracker(trainer, steps, questions[0].prompt_text)
         progress = Progress(steps)
 
     def validate(step: int) -> None:
-        values, samples = trainer.validate(held_out) if validating else ({}, [])
+        if not validating:
+            return
+        mesh.watch.enter("validate")
+        values, samples = trainer.validate(held_out)
+        state.accuracy[step] = mesh.broadcast(values.get("validation/accuracy"))
         if values:
-            accuracy[step] = values["validation/accuracy"]
             tracker.log(step, values)
-            progress.say(f"step {step:>4}  validation accuracy {accuracy[step]:.1%} on {len(held_out)} held-out questions")
+            progress.say(
+                f"step {step:>4}  validation accuracy {state.accuracy[step]:.1%} on {len(held_out)} held-out questions"
+            )
         for c in samples[: settings.show_samples]:
             progress.say(f"  {held_out[c.question].question!r} -> {c.text!r}  correct {c.correct}")
 
-    validate(0)
-    for step in range(1, steps + 1):
-        epoch, place = divmod(step - 1, per_epoch)
+    def save() -> None:
+        mesh.watch.enter("save")
+        checkpoints.save(policy, state, more | {"epoch": state.step // per_epoch, "batch": state.step % per_epoch})
+
+    if trainer.resumed is None:
+        validate(0)
+    mesh.watch.enter("begin")
+    stopped = agree_to_stop(mesh)
+    while state.step < steps and not stopped:
+        step = state.step + 1
+        epoch, place = divmod(state.step, per_epoch)
         order = batches(len(questions), settings.batch_size, epoch, settings.seed) if mesh.is_first else []
-        values = trainer.step(step, [questions[i] for i in order[place]] if order else [], steps * settings.grpo_iterations)
+        asked = [questions[i] for i in order[place]] if order else []
+        try:
+            values = trainer.step(step, asked, steps * settings.grpo_iterations)
+        except Interrupted:
+            stopped = agree_to_stop(mesh)
+            break
+        state.step = step
         if settings.reference_update_fraction and step % refresh_every == 0:
             policy.reference.update(policy.stage, settings.reference_mixup)
+        drawn = settings.timeline_every and step % settings.timeline_every == 0
+        picture = policy.pipeline.draw_timeline(folder / "timeline", step) if drawn else None
         if mesh.is_first:
             tracker.log(step, values)
+            if picture is not None:
+                tracker.picture(step, "pipeline/timeline", picture)
             progress.show(step, values["reward/mean"], values["throughput/tokens_per_s"])
-        if settings.eval_every and step % settings.eval_every == 0 and step < steps:
+        if step == steps or settings.eval_every and step % settings.eval_every == 0:
             validate(step)
-    validate(steps)
-    exported = export_model(policy.stage, mesh, policy.model, folder / "final") if settings.export else None
+        stopped = agree_to_stop(mesh)
+        due = settings.save_every and step % settings.save_every == 0
+        if due or stopped or step == steps or (step in state.accuracy and step == state.best()):
+            save()
+    if stopped:
+        save()
+    checkpoints.wait()
+    if not stopped:
+        mesh.watch.enter("export")
+        exported = export(trainer) if settings.export else {}
     if mesh.is_first:
         wandb_folder = tracker.wandb_folder()
         tracker.close()
-        print_end(folder, exported, wandb_folder, accuracy)
+        if stopped:
+            print(f"\nstopped after step {state.step} of {steps} by {stopped}; the same command goes on from there", flush=True)
+        else:
+            print_end(folder, exported, wandb_folder, state.accuracy)
+    return not stopped
+
+
+def export(trainer: Trainer) -> dict[str, Path]:
+    """Hugging Face folders of the final model and of the best one by validation; {name: folder}."""
+    policy, mesh, state, folder = trainer.policy, trainer.mesh, trainer.state, Path(trainer.settings.project_dir)
+    exported = {"model": folder / "final"}
+    best = trainer.checkpoints.folder / f"step-{state.best() or 0:06}"
+    export_model(policy.stage, mesh, policy.model, exported["model"])
+    if state.best() and mesh.broadcast(best.exists()):
+        exported["best"] = folder / "best"
+        export_checkpoint(best, exported["best"], mesh)
+    return exported
 
 
 def print_start(trainer: Trainer, questions: list[Question], held_out: list[Question], steps: int) -> None:
     s, policy, mesh = trainer.settings, trainer.policy, trainer.mesh
     layers = f"{policy.config.model_type}, {policy.config.num_hidden_layers} layers"
     print(f"{s.model}: {layers}, {mesh.stages} stage{'s' * (mesh.stages > 1)} on {mesh.device.type}")
-    print(describe_plan(policy.plan, policy.config))
+    if trainer.resumed is not None:
+        done = "; nothing is left to train: --resume never starts over" * (trainer.state.step >= steps)
+        print(f"goes on after step {trainer.state.step}, from {trainer.resumed}{done}")
+    print(policy.describe_plan(max(len(q.prompt_ids) for q in questions) + s.max_completion_tokens))
     print(f"{len(questions)} questions, {len(held_out)} held out, {steps} steps of {s.batch_size} x {s.group_size} completions")
     if isinstance(policy.sampler, Sampler):
         longest = max(len(q.prompt_ids) for q in questions)
@@ -357,18 +469,20 @@ def print_start(trainer: Trainer, questions: list[Question], held_out: list[Ques
     print(f"first prompt: {questions[0].prompt_text!r}", flush=True)
 
 
-def print_end(folder: Path, exported: Path | None, wandb_folder: Path | None, accuracy: dict[int, float]) -> None:
+def print_end(folder: Path, exported: dict[str, Path], wandb_folder: Path | None, accuracy: dict[int, float]) -> None:
     print()
     if accuracy:
         first, last = min(accuracy), max(accuracy)
         print(f"held-out accuracy before {accuracy[first]:.1%}, after {accuracy[last]:.1%}")
-    if exported:
-        print(f"model    {exported}  (a Hugging Face folder)")
+    for name, path in exported.items():
+        print(f"{name:<8} {path}  (a Hugging Face folder)")
     print(f"metrics  {folder / 'metrics.jsonl'}")
     if wandb_folder:
         print(f"W&B run  {wandb_folder}")
         print(f"         look at it in the terminal: wandb leet {wandb_folder}")
-        print(f"         send it to the W&B UI:      wandb sync {wandb_folder}")
+        segments = f"offline-run-*-{wandb_folder.name.split('-')[-1]}"  # one for each process that the run has had
+        several = len(list(wandb_folder.parent.glob(segments))) > 1
+        print(f"         send it to the W&B UI:      wandb sync {wandb_folder.with_name(segments) if several else wandb_folder}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -382,12 +496,16 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(settings.seed)
     mesh = open_mesh(settings.device, settings.timeout)
     with fail_together(mesh):
+        start_watch(mesh)
         try:
             prepared = prepare(settings, mesh)
         except ValueError as error:  # bad data or a bad model: the sentence says it all
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            if mesh.is_first or not isinstance(error, Refused):
+                print(f"error: {error}", file=sys.stderr, flush=True)
             os._exit(2)
-        train(*prepared)
+        finished = train(*prepared)
+    if not finished:
+        sys.exit(STOPPED)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import pickle
 import socket
+import sys
 import time
 import traceback
 
@@ -137,3 +138,99 @@ def model_folder(path, kind: str = "qwen2", *, dtype=torch.float32, seed: int = 
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+class Ranks:
+    """train_grpo.py on ``world`` forked processes, as torchrun would start them but without torchrun: their processes can be
+    signalled one by one, and no interpreter has to start. What rank r prints is in ``output(r)``.
+
+    Args:
+        fault: called in the forked process before it starts, with its rank; it may patch modules.
+    """
+
+    def __init__(self, world: int, argv: list[str], folder, *, fault=None, **environment):
+        context, port = mp.get_context("fork"), free_port()
+        self.logs = [folder / f"output-{os.urandom(4).hex()}-{rank}.txt" for rank in range(world)]
+        self.processes = [
+            context.Process(target=_run_training, args=(rank, world, port, argv, self.logs[rank], fault, environment))
+            for rank in range(world)
+        ]
+        for p in self.processes:
+            p.start()
+
+    def output(self, rank: int = 0) -> str:
+        return self.logs[rank].read_text() if self.logs[rank].exists() else ""
+
+    def wait_for(self, condition, timeout: float = 60.0) -> None:
+        """Until ``condition()``; fails when all processes have ended without it."""
+        end = time.monotonic() + timeout
+        while not condition():
+            alive = any(p.is_alive() for p in self.processes)
+            assert alive or condition(), "the processes have ended:\n" + self.output(0)[-3000:]
+            assert time.monotonic() < end, f"nothing after {timeout} s:\n" + self.output(0)[-3000:]
+            time.sleep(0.005)
+
+    def running(self) -> bool:
+        return any(p.is_alive() for p in self.processes)
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self.processes[rank].pid, number)
+
+    def codes(self, timeout: float = 60.0) -> list[int]:
+        """The exit codes, when all have ended; what has not after ``timeout`` seconds is killed and fails the test."""
+        end = time.monotonic() + timeout
+        for p in self.processes:
+            p.join(max(0.0, end - time.monotonic()))
+        late = [rank for rank, p in enumerate(self.processes) if p.is_alive()]
+        for p in self.processes:
+            if p.is_alive():
+                p.kill()
+                p.join()
+        assert not late, f"ranks {late} did not end within {timeout} s:\n" + self.output(late[0])[-3000:]
+        return [p.exitcode for p in self.processes]
+
+
+def _run_training(rank, world, port, argv, log, fault, environment):
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment,
+    }
+    if fault is not None:
+        fault(rank)
+    import train_grpo
+
+    train_grpo.main(argv)
+
+
+def train_ranks(world: int, argv: list[str], folder, *, code: int = 0, **more) -> "Ranks":
+    """Start, wait, and check that every process ended with ``code``."""
+    ranks = Ranks(world, argv, folder, **more)
+    codes = ranks.codes()
+    assert codes == [code] * world, f"exit codes {codes}:\n" + "\n".join(ranks.output(r)[-3000:] for r in range(world))
+    return ranks
+
+
+def training_folder(path, rows: int = 40, **more):
+    """A model folder with a file of questions beside it, and the flags of a quick run on it."""
+    import json
+
+    folder = model_folder(path, **more)
+    (folder / "questions.jsonl").write_text("\n".join(json.dumps({"question": f"Say {i}.", "answer": i}) for i in range(rows)))
+    return folder
+
+
+def early_letter(completion: str, row: dict) -> float:
+    """A random model is never right, but it can learn to begin with a low code point."""
+    return float(completion[:1] < "]")
+
+
+def quick_flags(model, project_dir, *more) -> list[str]:
+    flags = (
+        f"--model {model} --project_dir {project_dir} --data {model}/questions.jsonl --batch_size 4 --group_size 4 "
+        "--max_completion_tokens 12 --eval_questions 8 --learning_rate 1e-2 --tracker none --verify_type ranks:early_letter"
+    )
+    return [*flags.split(), *map(str, more)]

@@ -7,7 +7,7 @@ import torch
 from ranks import model_folder, run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from checkpoint import export_model
+from export import export_model
 from stages import Stage, load_config, load_weights, plan_stages
 
 

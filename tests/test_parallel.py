@@ -316,7 +316,7 @@ def failing(error):
     (KeyboardInterrupt(), 1, ["stage 2 of 4 failed", "KeyboardInterrupt"], []),
     (SystemExit(3), 1, ["stage 2 of 4 failed"], []),
     (SystemExit(0), 0, [], ["failed"]),
-    (RuntimeError("Connection closed by peer [127.0.0.1]:1"), 1, ["stage 2 of 4 stops: another stage"], ["Traceback"]),
+    (RuntimeError("Connection closed by peer [127.0.0.1]:1"), 1, ["stage 2 of 4 stops in phase start: another stage has left"], ["Traceback"]),
     (ConnectionResetError(104, "Connection reset by peer"), 1, ["stage 2 of 4 failed", "Traceback"], ["another stage"]),
 ], ids=("error", "interrupt", "exit 3", "exit 0", "peer gone", "server gone"))
 def test_an_error_ends_the_process_at_once_and_is_shown(capfd, error, code, shown, hidden):

@@ -12,9 +12,10 @@ import torch
 import plain
 from grpo_loss import LossSettings
 from parallel import clip_gradients, sum_tied_gradient
-from pipeline import Pipeline, theoretical_bubble
+from pipeline import Pipeline
 from ranks import random_rollout, run_ranks, small_config, stage_of, whole_model
 from rollout import Rows, pack
+from schedules import theoretical_bubble
 
 SCHEDULES = ("1F1B", "GPipe")
 WINDOWS = dict(use_sliding_window=True, sliding_window=5, max_window_layers=2)  # two full layers, then two sliding ones

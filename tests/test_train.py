@@ -125,7 +125,7 @@ def test_a_step_equals_itself_under_the_same_seed_and_differs_under_another(mode
 def test_a_second_run_in_the_same_folder_loses_nothing_of_the_first(model, tmp_path):
     first, _ = run_curve(1, model, tmp_path / "run", "--max_steps", "1")
     for _ in range(2):
-        again, _ = run_curve(1, model, tmp_path / "run", "--max_steps", "2")
+        again, _ = run_curve(1, model, tmp_path / "run", "--max_steps", "2", "--resume", "never")
         assert [line["step"] for line in again] == [0, 1, 2, 2]
     kept = [json.loads(line) for line in (tmp_path / "run" / "metrics-1.jsonl").read_text().splitlines()]
     assert kept == first

@@ -108,6 +108,13 @@ class Settings:
     show_samples: int = _setting(0, "run", "print this many completions at every validation")
     tracker: str = _setting("wandb", "run", "where metrics go beside metrics.jsonl", ("wandb", "none"))
     run_name: str = _setting("", "run", "name of the run in W&B; empty: the folder's name")
+    run_group: str = _setting("", "run", "W&B groups runs by this, e.g. one word for all seeds; empty: the model's name")
+    run_tags: str = _setting("", "run", "further W&B tags, separated by commas")
+    samples_every: int = _setting(10, "run", "every so many steps some completions go to samples.jsonl and W&B, and at every validation; 0: never")
+    peak_tflops: float = _setting(0.0, "run", "peak of a device in the compute dtype, for throughput/mfu; 0: looked up, where it is known")
+    dump_rollouts: bool = _setting(False, "run", "write every rollout to project_dir/rollouts")
+    replay: str = _setting("", "run", "train from rollouts that dump_rollouts wrote (a file or a folder), without sampling or grading")
+    dry_run: bool = _setting(False, "run", "one step on made-up rollouts of full length: prints memory and time of each phase, writes nothing")
     export: bool = _setting(True, "run", "write the trained model as a Hugging Face folder at the end")
     # checkpoints
     resume: str = _setting("auto", "checkpoints", "auto: go on from the newest complete checkpoint of project_dir; never: start over; or a checkpoint's path")
@@ -147,7 +154,7 @@ def check_settings(s: Settings, world_size: int) -> None:
     for name in ("batch_size", "max_completion_tokens", "max_prompt_tokens", "microbatch_size", "grpo_iterations", "epochs", "max_bad_steps", "keep_checkpoints"):
         refuse(getattr(s, name) < 1, f"--{name} is {getattr(s, name)}: give at least 1")
     for name in ("chunk_size", "max_sequences_in_flight", "warmup_steps", "max_steps", "eval_every", "eval_questions",
-                 "show_samples", "save_every", "row_length", "stages_per_rank", "timeline_every", "eval_top_k", "format_weight", "overlong_weight", "repetition_weight", "beta", "dual_clip", "weight_decay", "max_grad_norm", "seed"):
+                 "show_samples", "samples_every", "peak_tflops", "save_every", "row_length", "stages_per_rank", "timeline_every", "eval_top_k", "format_weight", "overlong_weight", "repetition_weight", "beta", "dual_clip", "weight_decay", "max_grad_norm", "seed"):
         refuse(getattr(s, name) < 0, f"--{name} is {getattr(s, name)}: it cannot be negative")
     refuse(s.group_size < 2, f"--group_size is {s.group_size}: advantages compare the completions of a question, give at least 2")
     refuse(s.temperature <= 0, f"--temperature is {s.temperature}: training samples from the policy, give a temperature above 0")
@@ -271,5 +278,7 @@ def parse_settings(argv: list[str] | None = None) -> Settings:
     values = read_yaml(path) if path else {}
     values |= {name: value for name, value in flags.items() if value is not None}
     settings = Settings(**values)
+    if "WANDB_SWEEP_ID" in os.environ:  # the runs of a sweep differ by their settings: each needs a folder of its own
+        settings.project_dir = str(Path(settings.project_dir) / os.environ.get("WANDB_RUN_ID", "run"))
     check_settings(settings, int(os.environ.get("WORLD_SIZE", "1")))
     return settings

@@ -1,4 +1,4 @@
-"""The one place that writes results: ``metrics.jsonl``, Weights & Biases, and the console.
+"""The one place that writes results: ``metrics.jsonl``, ``samples.jsonl`` and Weights & Biases; metric_names.py says what they mean.
 
 Only the first stage's process makes a ``Tracker``; the others have nothing to write. W&B runs offline when the machine
 holds no key, and never asks a question. The numbers in ``metrics.jsonl`` are the same as in W&B, one object a line, each
@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 from rollout import Completion
 
@@ -25,7 +28,7 @@ class Tracker:
     Args:
         folder: the run's ``project_dir``; made when it does not exist.
         use_wandb: also log to W&B (offline without a key).
-        settings: what the run was started with, kept in W&B's configuration.
+        config: what the run was started with and on, kept in W&B's configuration.
         run_id: the W&B run that this is or goes on with; empty: a new one.
 
     W&B gets every line of ``metrics.jsonl`` once, also when a process was killed, which may lose what W&B had not yet
@@ -34,7 +37,8 @@ class Tracker:
     """
 
     def __init__(
-        self, folder: Path, *, use_wandb: bool, name: str = "", settings: dict | None = None, run_id: str = "",
+        self, folder: Path, *, use_wandb: bool, name: str = "", config: dict | None = None, run_id: str = "",
+        group: str = "", tags: list[str] | None = None,
     ):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +50,8 @@ class Tracker:
         self.run, self.held_by_wandb = None, 0
         if use_wandb:
             self.held_by_wandb = _lines_of_whole_segments(self.folder, run_id)
-            self.run = _start_wandb(self.folder, name or self.folder.name, settings or {}, run_id)
+            described = dict(name=name or self.folder.name, config=config or {}, group=group or None, tags=tags or None)
+            self.run = _start_wandb(self.folder, run_id, described)
             if self.run.resumed:  # the server knows better
                 self.held_by_wandb = int(self.run.summary.get("metrics/line", -1)) + 1
         for line in kept:
@@ -77,6 +82,17 @@ class Tracker:
 
             self.run.log({"step": step, name: wandb.Image(str(path))})
 
+    def samples(self, step: int, split: str, rows: list[dict]) -> None:
+        """A few completions at ``step``: lines of ``samples.jsonl`` and a table of their own in W&B (which shows only the
+        first or the last rows of one that grows)."""
+        with open(self.folder / "samples.jsonl", "a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+        if self.run is not None and rows:
+            import wandb
+
+            table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+            self.run.log({"step": step, f"samples/{split}": table})
+
     def wandb_folder(self) -> Path | None:
         """Where the W&B run lies on disk, or None without W&B."""
         return Path(self.run.dir).parent if self.run is not None else None
@@ -91,8 +107,8 @@ class Tracker:
             (self.folder / "wandb.json").write_text(json.dumps(whole))
 
 
-def cut_metrics(path: Path, last_step: int) -> None:
-    """Take the lines after ``last_step``, and a torn one, out of a ``metrics.jsonl``: a resumed run writes them again."""
+def cut_lines(path: Path, last_step: int) -> None:
+    """Take the lines after ``last_step``, and a torn one, out of a file of JSON lines: a resumed run writes them again."""
     if not path.exists():
         return
     kept = []
@@ -127,7 +143,7 @@ def _lines_of_whole_segments(folder: Path, run_id: str) -> int:
     return whole["lines"] if any(path.name in whole["names"] for path in found) else 0
 
 
-def _start_wandb(folder: Path, name: str, settings: dict, run_id: str):
+def _start_wandb(folder: Path, run_id: str, described: dict):
     """A W&B run that cannot ask or hang: offline unless a key is there, or the mode is set by WANDB_MODE."""
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
@@ -137,7 +153,7 @@ def _start_wandb(folder: Path, name: str, settings: dict, run_id: str):
         mode = "online" if wandb.login(prompt=False) else "offline"
     quiet = wandb.Settings(console="off", init_timeout=60)
     again = dict(id=run_id or None, resume="allow" if run_id and mode == "online" else None)
-    common = dict(project=os.environ.get("WANDB_PROJECT", "grpo"), name=name, dir=str(folder), config=settings, settings=quiet)
+    common = dict(project=os.environ.get("WANDB_PROJECT", "grpo"), dir=str(folder), settings=quiet) | described
     try:
         run = wandb.init(mode=mode, **again, **common)
     except Exception as error:  # a key without a network, a server that refuses: the run itself must go on
@@ -177,6 +193,7 @@ def rollout_metrics(completions: list[Completion], lenient: list[float | None]) 
         "reward/groups_without_signal": mean(len({c.reward for c in g}) == 1 for g in groups.values()),
         "advantage/mean": mean(advantages), "advantage/max": max(advantages), "advantage/min": min(advantages),
         "completion/length_mean": mean(lengths), "completion/length_max": max(lengths),
+        "completion/terminated_length_mean": mean(len(c.ids) for c in completions if c.finished),
         "completion/truncated_share": mean(not c.finished for c in completions),
         "completion/tokens": sum(lengths),
     }
@@ -185,15 +202,32 @@ def rollout_metrics(completions: list[Completion], lenient: list[float | None]) 
     return out | ({"reward/lenient": mean(judged)} if judged else {})
 
 
+def speed_metrics(values: dict[str, float]) -> dict[str, float]:
+    """Completion tokens per second of the whole step, of sampling alone and of forward and backward alone."""
+    tokens = values.get("completion/tokens", 0)
+    names = {"tokens_per_s": "step", "sample_tokens_per_s": "sample", "train_tokens_per_s": "train"}
+    return {f"throughput/{name}": tokens / max(values[f"time/{phase}"], 1e-9) for name, phase in names.items()}
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Most memory of this process so far (CPU), or of its tensors since the last call (GPU), in MiB."""
+    if device.type != "cuda":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = torch.cuda.max_memory_allocated(device) / 2**20
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
 class Clock:
     """Seconds by phase of one step; phases do not nest, and what no phase covers is ``time/other``.
 
     Args:
         note: called with the name of every phase that begins.
+        ended: called with the name of every phase that ends.
     """
 
-    def __init__(self, note: Callable[[str], None] | None = None):
-        self.note = note
+    def __init__(self, note: Callable[[str], None] | None = None, ended: Callable[[str], None] | None = None):
+        self.note, self.ended = note, ended
         self.start = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
@@ -206,6 +240,8 @@ class Clock:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+            if self.ended is not None:
+                self.ended(name)
 
     def total(self) -> float:
         return time.perf_counter() - self.start
@@ -215,43 +251,3 @@ class Clock:
         total = self.total()
         out = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         return out | {"time/other": total - sum(self.seconds.values()), "time/step": total}
-
-
-class Progress:
-    """The console's line: rewritten in place on a terminal, one line every few seconds elsewhere."""
-
-    def __init__(self, steps: int, every_s: float = 5.0):
-        self.steps, self.every_s = steps, every_s
-        self.began = self.printed = time.perf_counter()
-        self.first_step: int | None = None
-        self.terminal = sys.stdout.isatty()
-        self.open_line = False
-
-    def show(self, step: int, reward: float, tokens_per_s: float, note: str = "") -> None:
-        """After ``step`` of ``steps``: mean reward of the rollout, tokens/s end to end, time left."""
-        now = time.perf_counter()
-        if self.first_step is None:
-            self.first_step = step - 1
-        done = step - self.first_step
-        left = (now - self.began) / done * (self.steps - step)
-        if not self.terminal and step not in (self.first_step + 1, self.steps) and now - self.printed < self.every_s:
-            return
-        self.printed = now
-        line = f"step {step:>4}/{self.steps}  reward {reward:.3f}  {tokens_per_s:>7,.0f} tokens/s  {clock_time(left)} left{note}"
-        print(f"\r\033[K{line}" if self.terminal else line, end="" if self.terminal else "\n", flush=True)
-        self.open_line = self.terminal
-
-    def say(self, text: str) -> None:
-        """A line of its own, below whatever stands there."""
-        print(("\n" if self.open_line else "") + text, flush=True)
-        self.open_line = False
-
-
-def clock_time(seconds: float) -> str:
-    """
-    >>> clock_time(75), clock_time(3700)
-    ('1:15', '1:01:40')
-    """
-    minutes, s = divmod(int(round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"

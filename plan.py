@@ -227,6 +227,19 @@ def row_flops(config, spec: StageSpec, row_length: int) -> float:
     return 3 * 2 * (matrices + scores) * row_length
 
 
+# Dense matrix products of the compute dtype, without sparsity, from the makers' data sheets; by part of the device's name.
+PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L40": 181, "L4": 121, "A10": 125, "4090": 165,
+               "V100": 125, "T4": 65}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a GPU in bfloat16 (float16 where it has no bfloat16); 0 where it is not known, as on CPUs."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return 0.0
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), 0.0)
+
+
 # ------------------------------------------------------------------------------------------------ printing
 def describe(config, specs: list[StageSpec], work: Workload, gpu_memory: float = 0.0) -> str:
     """The plan as text: split, FLOPs and memory by rank, bubbles by schedule, and whether it fits.

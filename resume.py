@@ -1,4 +1,4 @@
-"""Whether and from where a run goes on: the checkpoint to take, and what must be as it was.
+"""What a run finds in its folder: the checkpoint to go on from, what must be as it was, the metrics and the W&B run so far.
 
 Left out: reading the checkpoint itself (checkpoint.py).
 """
@@ -6,6 +6,7 @@ Left out: reading the checkpoint itself (checkpoint.py).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import secrets
@@ -15,7 +16,9 @@ from pathlib import Path
 
 from checkpoint import complete_checkpoints, is_complete, read_state, set_aside, write_synced
 from config import Settings
+from metrics import Tracker, cut_lines
 from parallel import Mesh, refuse_together
+from provenance import provenance
 from watch import FolderLock, sees_lock
 
 # Settings that a resumed run may change: they leave the numbers as they are, up to the rounding of another layout. What
@@ -26,7 +29,7 @@ FREE = {
     "epochs", "max_steps", "eval_every", "show_samples", "max_bad_steps", "save_every", "keep_checkpoints", "resume",
     "async_checkpoint", "allow_data_change", "data", "validation_data", "validation_share", "columns", "verify_type",
     "eval_questions", "long_prompts", "max_prompt_tokens", "stages_per_rank", "timeline_every", "offload_optimizer",
-    "offload_reference",
+    "offload_reference", "run_group", "run_tags", "samples_every", "peak_tflops", "dump_rollouts", "dry_run",
 }
 
 
@@ -140,7 +143,39 @@ def run_identity(settings: Settings, fingerprints: dict[str, str], resumed: bool
         found = json.loads(path.read_text())
         if resumed or found["data"] == fingerprints and not changed_settings(found["settings"], settings):
             return found["wandb_id"], True
-    record = {"wandb_id": secrets.token_hex(4), "data": fingerprints, "settings": dataclasses.asdict(settings)}
+    # a sweep names its runs itself
+    record = {"wandb_id": os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4), "data": fingerprints, "settings": dataclasses.asdict(settings)}
     write_synced(path.with_suffix(".new"), json.dumps(record, indent=1))
     os.replace(path.with_suffix(".new"), path)
     return record["wandb_id"], False
+
+
+def open_tracker(trainer, steps: int, plan: str, first_prompt: str) -> tuple[Tracker, str]:
+    """The tracker of a run that starts or goes on, and the run's id."""
+    s, folder, resumed = trainer.settings, Path(trainer.settings.project_dir), trainer.resumed is not None
+    run_id, again = run_identity(s, trainer.fingerprints, resumed)
+    if again:
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            cut_lines(folder / name, trainer.state.step if resumed else -1)
+    else:
+        others = ["metrics.jsonl", "samples.jsonl", "timeline", "rollouts", "wandb.json", "final", "best"]
+        number_aside(folder, others + ["checkpoints"] * (s.resume == "never"))
+    about = {"settings": dataclasses.asdict(s), "first_prompt": first_prompt, "plan": plan, **provenance()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "settings.json").write_text(json.dumps(about, indent=1))
+    policy = trainer.policy
+    tags = [policy.config.model_type, s.loss, s.schedule, f"{trainer.mesh.stages} stages", *filter(None, s.run_tags.split(","))]
+    tracker = Tracker(
+        folder, use_wandb=s.tracker == "wandb" and trainer.state.step < steps, name=s.run_name, run_id=run_id,
+        config=about.pop("settings") | about, group=s.run_group or Path(s.model).name, tags=tags,
+    )
+    return tracker, run_id
+
+
+def number_aside(folder: Path, names: list[str]) -> None:
+    """Move what another run left in ``folder`` to numbered names beside it: nothing is written over."""
+    for path in (folder / name for name in names):
+        if path.exists():
+            number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}{path.suffix}").exists())
+            path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
+            print(f"{path} of an earlier run is now {path.stem}-{number}{path.suffix}")

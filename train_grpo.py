@@ -20,8 +20,6 @@ What differs from the DeepSeek-R1 paper: no reward model, no supervised stage, o
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
 import math
 import os
 import random
@@ -32,19 +30,24 @@ import torch
 
 from checkpoint import Checkpoints, State, read_state
 from config import Settings, SettingsError, parse_settings
+from console import Progress, print_end, print_start
 from drawing import Sampling
+from dry_run import dry_run
 from evaluate import evaluate
 from export import export_checkpoint, export_model
 from grpo_loss import LossSettings, group_advantages, policy_loss, policy_metrics, token_weights
-from metrics import Clock, Progress, Tracker, cut_metrics, rollout_metrics
+from metric_names import Alarms
+from metrics import Clock, peak_memory_mib, rollout_metrics, speed_metrics
 from parallel import Mesh, Refused, agree_to_stop, fail_together, open_mesh, refuse_together, start_watch
+from plan import peak_flops, row_flops
 from policy import Policy
-from resume import check_same_data, claim_folder, run_identity
+from replay import dump_rollout, load_rollout, replay_files, rollout_path, write_bad_rows
+from resume import check_same_data, claim_folder, open_tracker
 from reward_terms import format_term, overlong_term, repetition_term, shaped_reward
 from rewards import grade, lenient, read_golds, take_faults
 from rollout import Completion, Rows, choose_row_length, decode, pack
-from sampler import Sampler
-from tasks import Question, chat_template_note, fingerprint, hold_out, load_questions, render_prompts
+from samples import as_text, sample_rows
+from tasks import Question, fingerprint, hold_out, load_questions, render_prompts
 from tiny_model import make_tiny_model
 from watch import STOPPED, Interrupted
 
@@ -94,6 +97,10 @@ class Trainer:
     def __init__(self, settings: Settings, policy: Policy):
         self.settings, self.policy, self.mesh = settings, policy, policy.mesh
         self.state = State()
+        self.grade = grade
+        self.replay: list[Path] = []  # rollouts to train from instead of sampling, on every stage
+        self.peak_memory = None  # of dry_run.py; then the bytes of every phase are in peaks
+        self.peaks: dict[str, int] = {}
         s = settings
         self.loss_settings = LossSettings(
             loss=s.loss, epsilon=s.epsilon, epsilon_high=s.epsilon_high, beta=s.beta, delta=s.dual_clip or None,
@@ -119,11 +126,12 @@ class Trainer:
             Interrupted: a stage was asked to stop and nothing of this step has been applied yet.
         """
         self.mesh.watch.step = number
-        clock = Clock(self.mesh.watch.enter)
+        clock = Clock(self.enter, self.leave)
         with clock.phase("sample"):
-            completions = self.sample(number, questions)
+            completions = self.read_rollout(number) if self.replay else self.sample(number, questions)
         with clock.phase("verify"):
             values = self.verify(completions, questions)
+        self.rollout = completions
         with clock.phase("pack"):
             rows = self.pack(completions)
         with clock.phase("score"):
@@ -131,10 +139,22 @@ class Trainer:
         values |= self.update(number, rows, total_updates, clock)
         with clock.phase("sync"):
             values |= self.policy.sync()
-        times = clock.metrics()
-        tokens = values.get("completion/tokens", 0)
-        values |= times | {"throughput/tokens_per_s": tokens / times["time/step"]}
-        return values
+        values |= clock.metrics()
+        values |= speed_metrics(values) | self.utilisation(rows, values["time/train"])
+        memory = self.mesh.gather(peak_memory_mib(self.mesh.device))
+        return values | {f"memory/peak_stage{i}": peak for i, peak in enumerate(memory)}
+
+    def enter(self, phase: str) -> None:
+        self.mesh.watch.enter(phase)
+        if self.peak_memory is not None:
+            self.peak_memory.reset()
+
+    def leave(self, phase: str) -> None:
+        if self.peak_memory is not None:
+            self.peaks[phase] = max(self.peaks.get(phase, 0), self.peak_memory.read())
+
+    def read_rollout(self, number: int) -> list[Completion]:
+        return load_rollout(self.replay[number - 1]) if self.mesh.is_first else []
 
     def sample(self, number: int, questions: list[Question]) -> list[Completion]:
         s = self.settings
@@ -155,12 +175,15 @@ class Trainer:
         """Rewards, advantages and loss weights of the completions, on the first stage; its metrics."""
         if not self.mesh.is_first:
             return {}
-        s = self.settings
-        graded = [(c.text, questions[c.question]) for c in completions]
-        correct = grade(graded)
-        for c, value in zip(completions, correct):
-            c.correct, c.terms = value, reward_terms(c, questions[c.question], s)
-            c.reward = shaped_reward(value, c.terms, s.reward_weights())
+        s, judged = self.settings, []
+        if not self.replay:
+            graded = [(c.text, questions[c.question]) for c in completions]
+            correct = self.grade(graded)
+            judged = lenient(graded, correct)
+            for c, value in zip(completions, correct):
+                c.correct, c.terms = value, reward_terms(c, questions[c.question], s)
+        for c in completions:
+            c.reward = shaped_reward(c.correct, c.terms, s.reward_weights())
         rewards = [c.reward for c in completions]
         in_loss = [r is not None and (c.finished or not s.mask_truncated) for c, r in zip(completions, rewards)]
         lengths = [len(c.ids) if keep else 0 for c, keep in zip(completions, in_loss)]
@@ -169,7 +192,7 @@ class Trainer:
         for c, advantage, weight in zip(completions, advantages, weights):
             c.advantage, c.weight = advantage, weight
         faults = {f"reward/fault_{kind}": count for kind, count in take_faults().items()}
-        return rollout_metrics(completions, lenient(graded, correct)) | faults
+        return rollout_metrics(completions, judged) | faults
 
     def pack(self, completions: list[Completion]) -> Rows:
         """The rollout's rows, packed on the first stage and sent to all."""
@@ -271,6 +294,14 @@ class Trainer:
         }
         return values | {f"pipeline/busy_stage{i}": t["busy_s"] / longest for i, t in enumerate(timings)}
 
+    def utilisation(self, rows: Rows, train_s: float) -> dict[str, float]:
+        """FLOPs of forward and backward over what all devices could do in that time; nothing where their peak is unknown."""
+        peak = self.settings.peak_tflops * 1e12 or peak_flops(self.mesh.device, self.policy.stage.compute_dtype)
+        if not peak:
+            return {}
+        flops = sum(row_flops(self.policy.config, spec, rows.shape[1]) for spec in self.policy.plan) * rows.shape[0]
+        return {"throughput/mfu": flops * self.settings.grpo_iterations / (train_s * peak * self.mesh.stages)}
+
     def validate(self, held_out: list[Question]) -> tuple[dict[str, float], list[Completion]]:
         return evaluate(self.policy, held_out, self.eval_sampling, seed=self.settings.seed)
 
@@ -285,18 +316,6 @@ def reward_terms(c: Completion, question: Question, settings: Settings) -> dict[
     return {name: terms[name]() for name in settings.reward_weights()}
 
 
-def write_bad_rows(path: Path, rows: Rows, output: torch.Tensor, tokenizer) -> None:
-    """The rows of a step without a finite gradient, one JSON object a line, with the log-probs that the policy gave them."""
-    lists = {name: getattr(rows, name).tolist() for name in ("input_ids", "segment_ids", "advantage", "weight")}
-    with open(path, "w") as file:
-        for i, logprob in enumerate(output[..., 0].cpu()):
-            row = {name: values[i] for name, values in lists.items()}
-            text = tokenizer.decode([token for token, segment in zip(row["input_ids"], row["segment_ids"]) if segment >= 0])
-            finite = [value if math.isfinite(value) else None for value in logprob.tolist()]
-            file.write(json.dumps({"row": i, "finite": None not in finite, "text": text, **row, "logprob": finite}) + "\n")
-    print(f"the rows of this step are in {path}", file=sys.stderr, flush=True)
-
-
 # ------------------------------------------------------------------------------------------------ the run
 def prepare(settings: Settings, mesh: Mesh) -> tuple[Trainer, list[Question], list[Question]]:
     """Everything up to the first step; the questions and the held-out ones on the first stage, empty lists elsewhere.
@@ -305,6 +324,7 @@ def prepare(settings: Settings, mesh: Mesh) -> tuple[Trainer, list[Question], li
         ValueError: data, a model or a checkpoint that cannot be used, in one sentence.
     """
     lock, checkpoint = claim_folder(settings, mesh)
+    replayed = refuse_together(mesh, lambda: replay_files(settings.replay) if settings.replay and mesh.is_first else [])
     model = settings.model
     if model == "tiny":
         folder = Path(settings.project_dir).parent / f"tiny-model-{settings.seed}"
@@ -324,6 +344,7 @@ def prepare(settings: Settings, mesh: Mesh) -> tuple[Trainer, list[Question], li
     questions, held_out = refuse_together(mesh, read_questions)
     policy.load()
     trainer = Trainer(settings, policy)
+    trainer.replay = mesh.broadcast(replayed)
     trainer.lock, trainer.resumed, trainer.fingerprints = lock, checkpoint, fingerprints
     trainer.checkpoints = Checkpoints(
         Path(settings.project_dir) / "checkpoints", mesh, keep=settings.keep_checkpoints, background=settings.async_checkpoint
@@ -331,30 +352,6 @@ def prepare(settings: Settings, mesh: Mesh) -> tuple[Trainer, list[Question], li
     if checkpoint is not None:
         trainer.state = refuse_together(mesh, lambda: trainer.checkpoints.load(policy, checkpoint))
     return trainer, questions, held_out
-
-
-def set_aside(folder: Path, names: list[str]) -> None:
-    """Move what another run left in ``folder`` to numbered names beside it: nothing is written over."""
-    for path in (folder / name for name in names):
-        if path.exists():
-            number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}{path.suffix}").exists())
-            path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
-            print(f"{path} of an earlier run is now {path.stem}-{number}{path.suffix}")
-
-
-def open_tracker(trainer: Trainer, steps: int, first_prompt: str) -> tuple[Tracker, str]:
-    """The tracker of a run that starts or goes on, and the run's id."""
-    s, folder, resumed = trainer.settings, Path(trainer.settings.project_dir), trainer.resumed is not None
-    run_id, again = run_identity(s, trainer.fingerprints, resumed)
-    if again:
-        cut_metrics(folder / "metrics.jsonl", trainer.state.step if resumed else -1)
-    else:
-        set_aside(folder, ["metrics.jsonl", "wandb.json", "final", "best"] + ["checkpoints"] * (s.resume == "never"))
-    tracker = Tracker(
-        folder, use_wandb=s.tracker == "wandb" and trainer.state.step < steps, name=s.run_name, run_id=run_id,
-        settings=dataclasses.asdict(s) | {"first_prompt": first_prompt},
-    )
-    return tracker, run_id
 
 
 def train(trainer: Trainer, questions: list[Question], held_out: list[Question]) -> bool:
@@ -366,14 +363,15 @@ def train(trainer: Trainer, questions: list[Question], held_out: list[Question])
     settings, policy, mesh = trainer.settings, trainer.policy, trainer.mesh
     per_epoch, validating = mesh.broadcast((math.ceil(len(questions) / settings.batch_size), bool(held_out)))
     steps = settings.epochs * per_epoch
-    steps = min(steps, settings.max_steps) if settings.max_steps else steps
+    steps = min(steps, settings.max_steps or steps, len(trainer.replay) or steps)
     refresh_every = max(1, round(settings.reference_update_fraction * per_epoch))
     folder, state, checkpoints = Path(settings.project_dir), trainer.state, trainer.checkpoints
     more = {"data": trainer.fingerprints}
     if mesh.is_first:
-        print_start(trainer, questions, held_out, steps)
-        tracker, more["wandb_id"] = open_tracker(trainer, steps, questions[0].prompt_text)
-        progress = Progress(steps)
+        plan = policy.describe_plan(max(len(q.prompt_ids) for q in questions) + settings.max_completion_tokens)
+        print_start(trainer, questions, held_out, steps, plan)
+        tracker, more["wandb_id"] = open_tracker(trainer, steps, plan, questions[0].prompt_text)
+        progress, alarms = Progress(steps), Alarms()
 
     def validate(step: int) -> None:
         if not validating:
@@ -386,8 +384,11 @@ def train(trainer: Trainer, questions: list[Question], held_out: list[Question])
             progress.say(
                 f"step {step:>4}  validation accuracy {state.accuracy[step]:.1%} on {len(held_out)} held-out questions"
             )
-        for c in samples[: settings.show_samples]:
-            progress.say(f"  {held_out[c.question].question!r} -> {c.text!r}  correct {c.correct}")
+            rows = sample_rows(step, "validation", samples, held_out)
+            if settings.samples_every:
+                tracker.samples(step, "validation", rows)
+            for row in rows[: settings.show_samples]:
+                progress.say(as_text(row))
 
     def save() -> None:
         mesh.watch.enter("save")
@@ -416,7 +417,13 @@ def train(trainer: Trainer, questions: list[Question], held_out: list[Question])
             tracker.log(step, values)
             if picture is not None:
                 tracker.picture(step, "pipeline/timeline", picture)
+            if settings.samples_every and step % settings.samples_every == 0 and not trainer.replay:
+                tracker.samples(step, "train", sample_rows(step, "train", trainer.rollout, asked))
+            if settings.dump_rollouts:
+                dump_rollout(rollout_path(folder / "rollouts", step), trainer.rollout)
             progress.show(step, values["reward/mean"], values["throughput/tokens_per_s"])
+            for sentence in alarms.check(values):
+                progress.say(f"warning: {sentence}")
         if step == steps or settings.eval_every and step % settings.eval_every == 0:
             validate(step)
         stopped = agree_to_stop(mesh)
@@ -451,40 +458,6 @@ def export(trainer: Trainer) -> dict[str, Path]:
     return exported
 
 
-def print_start(trainer: Trainer, questions: list[Question], held_out: list[Question], steps: int) -> None:
-    s, policy, mesh = trainer.settings, trainer.policy, trainer.mesh
-    layers = f"{policy.config.model_type}, {policy.config.num_hidden_layers} layers"
-    print(f"{s.model}: {layers}, {mesh.stages} stage{'s' * (mesh.stages > 1)} on {mesh.device.type}")
-    if trainer.resumed is not None:
-        done = "; nothing is left to train: --resume never starts over" * (trainer.state.step >= steps)
-        print(f"goes on after step {trainer.state.step}, from {trainer.resumed}{done}")
-    print(policy.describe_plan(max(len(q.prompt_ids) for q in questions) + s.max_completion_tokens))
-    print(f"{len(questions)} questions, {len(held_out)} held out, {steps} steps of {s.batch_size} x {s.group_size} completions")
-    if isinstance(policy.sampler, Sampler):
-        longest = max(len(q.prompt_ids) for q in questions)
-        cache = policy.sampler.cache_bytes(longest, trainer.sampling) / 2**20
-        print(f"sampling with {s.sampler}: caches of at most {cache:,.0f} MiB on this rank")
-    if note := chat_template_note(policy.tokenizer):
-        print(note)
-    print(f"first prompt: {questions[0].prompt_text!r}", flush=True)
-
-
-def print_end(folder: Path, exported: dict[str, Path], wandb_folder: Path | None, accuracy: dict[int, float]) -> None:
-    print()
-    if accuracy:
-        first, last = min(accuracy), max(accuracy)
-        print(f"held-out accuracy before {accuracy[first]:.1%}, after {accuracy[last]:.1%}")
-    for name, path in exported.items():
-        print(f"{name:<8} {path}  (a Hugging Face folder)")
-    print(f"metrics  {folder / 'metrics.jsonl'}")
-    if wandb_folder:
-        print(f"W&B run  {wandb_folder}")
-        print(f"         look at it in the terminal: wandb leet {wandb_folder}")
-        segments = f"offline-run-*-{wandb_folder.name.split('-')[-1]}"  # one for each process that the run has had
-        several = len(list(wandb_folder.parent.glob(segments))) > 1
-        print(f"         send it to the W&B UI:      wandb sync {wandb_folder.with_name(segments) if several else wandb_folder}")
-
-
 def main(argv: list[str] | None = None) -> None:
     first = os.environ.get("RANK", "0") == "0"
     try:
@@ -503,6 +476,9 @@ def main(argv: list[str] | None = None) -> None:
             if mesh.is_first or not isinstance(error, Refused):
                 print(f"error: {error}", file=sys.stderr, flush=True)
             os._exit(2)
+        if prepared[0].settings.dry_run:
+            dry_run(prepared[0], prepared[1])
+            return
         finished = train(*prepared)
     if not finished:
         sys.exit(STOPPED)

@@ -4,8 +4,9 @@
     python tests/chaos.py --runs 1 --seed 17         # one run again
 
 A run is repeated with the same command until it ends with 0. Every attempt but the last is hit once: a random rank gets
-SIGKILL (or, one time in five, SIGTERM) at a random time after the start or after a random step. All processes must have ended 30 s later. At the end all
-weights, all of AdamW's state, and all metrics that no clock measured must equal those of a run that nobody disturbed.
+SIGKILL (or, one time in five, SIGTERM) at a random time after the start or after a random step. All processes must have ended
+30 s later. At the end all weights, all of AdamW's state, and all metrics that no clock measured must equal those of a run that
+nobody disturbed.
 """
 
 import argparse
@@ -56,6 +57,9 @@ class Torchrun:
         if rank < len(pids):
             os.kill(pids[rank], number)
 
+    def end_waiting_starts(self):
+        pass  # torchrun does
+
     def codes(self, timeout):
         try:
             return [self.launcher.wait(timeout)]
@@ -95,6 +99,8 @@ def kill_and_resume(argv, world, folder, seed, project_dir, *, start_s=0.6, laun
         except ProcessLookupError:
             pass
         began = time.monotonic()
+        if wanted < 0:
+            ranks.end_waiting_starts()
         codes = ranks.codes(30)
         hit = set(codes) != {0}
         hits += hit

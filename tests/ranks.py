@@ -176,6 +176,15 @@ class Ranks:
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.processes[rank].pid, number)
 
+    def end_waiting_starts(self, grace: float = 5.0) -> None:
+        """What torchrun does: a process that dies before all have met leaves the others waiting for it; they get a SIGTERM."""
+        end = time.monotonic() + grace
+        while self.running() and time.monotonic() < end:
+            time.sleep(0.01)
+        for p in self.processes:
+            if p.is_alive():
+                p.terminate()
+
     def codes(self, timeout: float = 60.0) -> list[int]:
         """The exit codes, when all have ended; what has not after ``timeout`` seconds is killed and fails the test."""
         end = time.monotonic() + timeout

@@ -353,7 +353,8 @@ def history(folder: Path) -> tuple[set[str], list[int]]:
                 ids.add(record.run.run_id)
             elif record.WhichOneof("record_type") == "history":
                 values = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
-                steps.append(int(values["step"]))
+                if "metrics/line" in values:  # not a picture or a table
+                    steps.append(int(values["step"]))
     return ids, steps
 
 
@@ -396,7 +397,7 @@ def test_H05_online_the_server_says_which_lines_it_holds(tmp_path, monkeypatch):
     run = Run()
     monkeypatch.setattr(module, "_start_wandb", lambda *_: run)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": s}) + "\n" for s in range(8)))
-    module.cut_metrics(tmp_path / "metrics.jsonl", 4)
+    module.cut_lines(tmp_path / "metrics.jsonl", 4)
     tracker = module.Tracker(tmp_path, use_wandb=True, run_id="abc")
     assert run.got == [(3, 3), (4, 4)], "the file holds what the server lost"
     tracker.log(5, {})

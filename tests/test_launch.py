@@ -12,11 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import ROOT
 from ranks import free_port, quick_flags, train_ranks, training_folder
 from test_checkpoint import assert_same_end, metrics
 
 from checkpoint import is_complete
+from config import parse_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch")])
@@ -182,3 +184,25 @@ def test_E15_two_runs_on_one_machine_at_the_same_time(node, model, tmp_path):
         assert run.wait(60) == 0, (tmp_path / f"{name}.txt").read_text()[-3000:]
     assert_same_end(tmp_path / "a", tmp_path / "b", 3)
     assert json.loads((tmp_path / "a/run.json").read_text())["wandb_id"] != json.loads((tmp_path / "b/run.json").read_text())["wandb_id"]
+
+
+def test_a_sweep_calls_torchrun_with_settings_that_exist_and_a_folder_for_each_run(monkeypatch):
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+    sweep = yaml.safe_load((ROOT / "launch/sweep.yaml").read_text())
+    chosen = {name: {"value": p["values"][-1]} for name, p in sweep["parameters"].items()}
+    command = create_sweep_command(sweep["command"])
+    at = command.index("${args}")
+    command = command[:at] + create_sweep_command_args({"args": chosen})["args"] + command[at + 1 :]
+    assert command[:4] == ["torchrun", "--standalone", "--nproc_per_node=2", "${program}"] and sweep["program"] == "train_grpo.py"
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
+    monkeypatch.setenv("WANDB_RUN_ID", "r7")
+    settings = parse_settings(command[4:])
+    assert settings.project_dir == "runs/sweep/r7" and settings.seed == 1 and settings.learning_rate == 3e-4
+
+
+def test_a_run_of_a_sweep_keeps_the_sweeps_id(model, tmp_path):
+    flags = quick_flags(model, tmp_path / "run", "--max_steps", 1)
+    train_ranks(1, flags, tmp_path, WANDB_SWEEP_ID="s1", WANDB_RUN_ID="r7")
+    assert json.loads((tmp_path / "run/r7/run.json").read_text())["wandb_id"] == "r7"

@@ -4,8 +4,9 @@ import json
 import math
 
 import pytest
+import torch
 
-from metrics import Clock, Progress, Tracker, clock_time, rollout_metrics
+from metrics import Clock, Tracker, cut_lines, peak_memory_mib, rollout_metrics, speed_metrics
 from rollout import Completion
 
 
@@ -34,6 +35,7 @@ def test_B08_unscorable_completions_leave_the_means():
     assert values["reward/mean"] == 0.5 and values["reward/unscorable"] == 1 and values["reward/lenient"] == 1.0
     assert values["completion/truncated_share"] == pytest.approx(1 / 3)
     assert (values["completion/tokens"], values["completion/length_max"]) == (16, 8)
+    assert values["completion/terminated_length_mean"] == 4
 
 
 def test_T12_a_rollout_without_any_result_has_finite_metrics():
@@ -56,11 +58,12 @@ def test_H11_wandb_takes_the_same_numbers(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    tracker = Tracker(tmp_path / "run", use_wandb=True, settings={"group_size": 4})
+    tracker = Tracker(tmp_path / "run", use_wandb=True, config={"group_size": 4}, group="seeds", tags=["qwen2", "1F1B"])
     tracker.log(3, {"a": float("nan"), "b": 2.0})
     folder = tracker.wandb_folder()
     assert tracker.run.summary["b"] == 2.0 and tracker.run.summary["step"] == 3
     assert tracker.run.config["group_size"] == 4 and tracker.run.offline
+    assert tracker.run.group == "seeds" and tracker.run.tags == ("qwen2", "1F1B")
     tracker.close()
     assert folder.is_dir() and folder.parent.parent == tmp_path / "run"
 
@@ -84,10 +87,36 @@ def test_the_phases_of_a_step_add_up():
     assert sum(v for k, v in values.items() if k != "time/step") == pytest.approx(values["time/step"])
 
 
-def test_progress_prints_the_first_and_the_last_step_where_there_is_no_terminal(capsys):
-    progress = Progress(3, every_s=1000)
+def test_H09_a_table_of_samples_is_written_anew_at_each_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tracker = Tracker(tmp_path / "run", use_wandb=False)
+    logged = []
+    tracker.run = type("Run", (), {"log": lambda self, values: logged.append(values)})()
     for step in (1, 2, 3):
-        progress.show(step, 0.5, 1234.0)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and "step    1/3  reward 0.500    1,234 tokens/s" in lines[0] and "0:00 left" in lines[1]
-    assert (clock_time(59.6), clock_time(3700)) == ("1:00", "1:01:40")
+        tracker.samples(step, "train", [{"step": step, "question": "q", "completion": "c"}])
+    tables = [values["samples/train"] for values in logged]
+    assert [table.data for table in tables] == [[[step, "q", "c"]] for step in (1, 2, 3)] and len(set(map(id, tables))) == 3
+    assert [values["step"] for values in logged] == [1, 2, 3]
+    lines = (tmp_path / "run/samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+def test_lines_after_a_step_and_torn_ones_are_cut(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"step": 1}\n{"step": 4}\n{"step": 5}\n{"st')
+    cut_lines(path, 4)
+    assert path.read_text() == '{"step": 1}\n{"step": 4}\n'
+
+
+def test_speeds_are_tokens_over_the_time_of_their_phase():
+    times = {"time/sample": 2.0, "time/train": 5.0, "time/step": 10.0}
+    assert speed_metrics(times | {"completion/tokens": 100}) == {
+        "throughput/tokens_per_s": 10.0, "throughput/sample_tokens_per_s": 50.0, "throughput/train_tokens_per_s": 20.0,
+    }
+
+
+def test_peak_memory_sees_what_was_allocated():
+    before = peak_memory_mib(torch.device("cpu"))
+    held = torch.ones(int(before + 200) * 2**18)  # MiB of float32: more than the process ever held
+    assert peak_memory_mib(torch.device("cpu")) > before + 100
+    del held

@@ -102,6 +102,7 @@ class Settings:
     project_dir: str = _setting("runs/grpo", "run", "where everything of this run is written")
     eval_every: int = _setting(0, "run", "validate every so many steps; the start and the end always are")
     eval_questions: int = _setting(0, "run", "held-out questions used for validation; 0: all")
+    eval_samples: int = _setting(1, "run", "completions of each held-out question; above 1 also pass@k and majority votes")
     eval_temperature: float = _setting(1.0, "run", "temperature of validation; 0: greedy")
     eval_top_p: float = _setting(1.0, "run", "validation samples from the likeliest tokens of this total probability; 1: all")
     eval_top_k: int = _setting(0, "run", "validation samples from this many likeliest tokens; 0: all")
@@ -151,7 +152,7 @@ def check_settings(s: Settings, world_size: int) -> None:
         value, choices = getattr(s, f.name), f.metadata["choices"]
         refuse(bool(choices) and value not in choices, f"--{f.name} {value} is unknown: choose one of {', '.join(choices or ())}")
         refuse(isinstance(value, float) and value != value, f"--{f.name} is not a number: give a finite value")
-    for name in ("batch_size", "max_completion_tokens", "max_prompt_tokens", "microbatch_size", "grpo_iterations", "epochs", "max_bad_steps", "keep_checkpoints"):
+    for name in ("batch_size", "max_completion_tokens", "max_prompt_tokens", "microbatch_size", "grpo_iterations", "epochs", "max_bad_steps", "keep_checkpoints", "eval_samples"):
         refuse(getattr(s, name) < 1, f"--{name} is {getattr(s, name)}: give at least 1")
     for name in ("chunk_size", "max_sequences_in_flight", "warmup_steps", "max_steps", "eval_every", "eval_questions",
                  "show_samples", "samples_every", "peak_tflops", "save_every", "row_length", "stages_per_rank", "timeline_every", "eval_top_k", "format_weight", "overlong_weight", "repetition_weight", "beta", "dual_clip", "weight_decay", "max_grad_norm", "seed"):

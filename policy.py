@@ -76,6 +76,17 @@ class Policy:
         check_tied_copies(self.stage, mesh)
         self.sync()
 
+    def load_for_sampling(self) -> None:
+        """Only what answers questions, in the compute dtype: no gradients, no optimizer, no second copy.
+
+        Raises:
+            ValueError: as ``load``.
+        """
+        parts = [self.make_stage(spec, in_compute_dtype=True) for spec in self.plan if self.ranks[spec.index] == self.mesh.stage]
+        self.stage = load_weights(parts[0] if len(parts) == 1 else Stages(parts), self.model).requires_grad_(False)
+        self.sampler = self.make_sampler()
+        self.sync()
+
     def describe_plan(self, longest: int) -> str:
         """Split, memory and bubbles as expected, for rows that hold one sequence of ``longest`` tokens.
 

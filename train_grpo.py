@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import random
 import sys
 from pathlib import Path
 
@@ -31,9 +30,8 @@ import torch
 from checkpoint import Checkpoints, State, read_state
 from config import Settings, SettingsError, parse_settings
 from console import Progress, print_end, print_start
-from drawing import Sampling
 from dry_run import dry_run
-from evaluate import evaluate
+from evaluate import evaluate, sampling_of
 from export import export_checkpoint, export_model
 from grpo_loss import LossSettings, group_advantages, policy_loss, policy_metrics, token_weights
 from metric_names import Alarms
@@ -41,53 +39,18 @@ from metrics import Clock, peak_memory_mib, rollout_metrics, speed_metrics
 from parallel import Mesh, Refused, agree_to_stop, fail_together, open_mesh, refuse_together, start_watch
 from plan import peak_flops, row_flops
 from policy import Policy
+from questions import batches, training_and_held_out
 from replay import dump_rollout, load_rollout, replay_files, rollout_path, write_bad_rows
 from resume import check_same_data, claim_folder, open_tracker
 from reward_terms import format_term, overlong_term, repetition_term, shaped_reward
-from rewards import grade, lenient, read_golds, take_faults
+from rewards import grade, lenient, take_faults
 from rollout import Completion, Rows, choose_row_length, decode, pack
 from samples import as_text, sample_rows
-from tasks import Question, fingerprint, hold_out, load_questions, render_prompts
+from tasks import Question, fingerprint
 from tiny_model import make_tiny_model
 from watch import STOPPED, Interrupted
 
 SAME = {torch.float64: 1e-8, torch.float32: 1e-4}  # how close sampler and trainer must be at step 1, by dtype
-
-
-# ------------------------------------------------------------------------------------------------ questions
-def prepare_questions(settings: Settings, tokenizer) -> tuple[list[Question], list[Question]]:
-    """Training and held-out questions, rendered, with their golds read; every refusal names the row."""
-    if not settings.chat_template:
-        tokenizer.chat_template = None
-    read = dict(columns=settings.column_names(), verify_type=settings.verify_type or None)
-    questions = load_questions(settings.data, **read)
-    if settings.validation_data:
-        held_out = load_questions(settings.validation_data, **read)
-    else:
-        questions, held_out = hold_out(questions, settings.validation_share, settings.seed)
-    read_golds(questions)
-    read_golds(held_out)
-    render = dict(
-        system_prompt=settings.system_prompt or None, prompt_template=settings.prompt_template or None,
-        max_prompt_tokens=settings.max_prompt_tokens, too_long=settings.long_prompts,
-    )
-    questions, dropped = render_prompts(questions, tokenizer, **render)
-    held_out, dropped_held_out = render_prompts(held_out, tokenizer, **render)
-    if dropped or dropped_held_out:
-        print(f"dropped {dropped + dropped_held_out} prompts longer than {settings.max_prompt_tokens} tokens")
-    if len(questions) < settings.batch_size:
-        raise ValueError(
-            f"the data holds {len(questions)} questions but --batch_size is {settings.batch_size}: "
-            "lower it or bring more questions"
-        )
-    return questions, held_out[: settings.eval_questions or None]
-
-
-def batches(count: int, batch_size: int, epoch: int, seed: int) -> list[list[int]]:
-    """The order of one epoch: question numbers, shuffled by seed and epoch, the last batch as long as what is left."""
-    order = list(range(count))
-    random.Random(f"{seed} epoch {epoch}").shuffle(order)
-    return [order[i : i + batch_size] for i in range(0, count, batch_size)]
 
 
 # ------------------------------------------------------------------------------------------------ the trainer
@@ -106,14 +69,8 @@ class Trainer:
             loss=s.loss, epsilon=s.epsilon, epsilon_high=s.epsilon_high, beta=s.beta, delta=s.dual_clip or None,
             sampler_correction=s.sampler_correction, correction_cap=s.correction_cap,
         )
-        self.sampling = Sampling(
-            temperature=s.temperature, min_new_tokens=s.min_completion_tokens, max_new_tokens=s.max_completion_tokens,
-            max_sequences_in_flight=s.max_sequences_in_flight or max(s.batch_size * s.group_size, 256),
-            stop_strings=tuple(filter(None, s.stop_strings.split("|"))),
-        )
-        self.eval_sampling = dataclasses.replace(
-            self.sampling, temperature=s.eval_temperature, top_p=s.eval_top_p, top_k=s.eval_top_k
-        )
+        self.eval_sampling = sampling_of(s)
+        self.sampling = dataclasses.replace(self.eval_sampling, temperature=s.temperature, top_p=1.0, top_k=0)
 
     # -------------------------------------------------------------------------------------------- one step
     def step(self, number: int, questions: list[Question], total_updates: int) -> dict[str, float]:
@@ -303,7 +260,8 @@ class Trainer:
         return {"throughput/mfu": flops * self.settings.grpo_iterations / (train_s * peak * self.mesh.stages)}
 
     def validate(self, held_out: list[Question]) -> tuple[dict[str, float], list[Completion]]:
-        return evaluate(self.policy, held_out, self.eval_sampling, seed=self.settings.seed)
+        s = self.settings
+        return evaluate(self.policy, held_out, self.eval_sampling, seed=s.seed, samples=s.eval_samples)
 
 
 def reward_terms(c: Completion, question: Question, settings: Settings) -> dict[str, float]:
@@ -335,7 +293,7 @@ def prepare(settings: Settings, mesh: Mesh) -> tuple[Trainer, list[Question], li
     def read_questions():
         if not mesh.is_first:
             return [], []
-        questions, held_out = prepare_questions(settings, policy.tokenizer)
+        questions, held_out = training_and_held_out(settings, policy.tokenizer)
         fingerprints.update(training=fingerprint(questions), held_out=fingerprint(held_out))
         if checkpoint is not None:
             check_same_data(read_state(checkpoint)["data"], fingerprints, checkpoint, settings.allow_data_change)
@@ -382,7 +340,8 @@ def train(trainer: Trainer, questions: list[Question], held_out: list[Question])
         if values:
             tracker.log(step, values)
             progress.say(
-                f"step {step:>4}  validation accuracy {state.accuracy[step]:.1%} on {len(held_out)} held-out questions"
+                f"step {step:>4}  validation accuracy {state.accuracy[step]:.1%} "
+                f"({values['validation/accuracy_low']:.1%} to {values['validation/accuracy_high']:.1%}) on {len(held_out)} held-out questions"
             )
             rows = sample_rows(step, "validation", samples, held_out)
             if settings.samples_every:

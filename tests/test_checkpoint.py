@@ -286,7 +286,7 @@ def test_a_failed_write_on_any_rank_keeps_the_older_checkpoint_and_training_goes
 def test_pruning_keeps_the_newest_and_the_best(model, tmp_path):
     def scores(rank):
         given = iter([0.1, 0.9, 0.5, 0.5, 0.2, 0.3])
-        train_grpo.evaluate = lambda *a, **k: ({"validation/accuracy": next(given)}, [])
+        train_grpo.evaluate = lambda *a, **k: (dict.fromkeys(["validation/accuracy", "validation/accuracy_low", "validation/accuracy_high"], next(given)), [])
 
     folder = tmp_path / "run"
     flags = quick_flags(model, folder, "--max_steps", 5, "--save_every", 1, "--eval_every", 1, "--learning_rate", 1e-3)

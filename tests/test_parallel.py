@@ -325,7 +325,7 @@ def test_an_error_ends_the_process_at_once_and_is_shown(capfd, error, code, show
     assert all(word in text for word in shown) and not any(word in text for word in hidden)
 
 
-def test_E10_a_metric_that_one_rank_lacks_neither_hangs_nor_mixes():
+def test_E10_T35_a_metric_that_one_rank_lacks_neither_hangs_nor_mixes():
     def gathered(mesh):
         return mesh.gather({"loss": float(mesh.stage), **({"format": 0.5} if mesh.is_first else {})})
 

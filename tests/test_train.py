@@ -14,9 +14,10 @@ from ranks import model_folder, run_ranks
 from safetensors.torch import load_file
 
 from config import parse_settings
+from questions import batches
 from sampler import Sampler
 from stages import Stage, load_config, load_weights, plan_stages
-from train_grpo import batches, prepare, train
+from train_grpo import prepare, train
 
 
 @pytest.fixture(scope="module")

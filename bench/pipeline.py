@@ -1,7 +1,8 @@
 """How fast the pipeline is, as ratios of runs that take turns, so that a busy machine slows both sides alike.
 
-    python bench/pipeline.py            # some fifteen minutes on two cores
-    python bench/pipeline.py --quick    # one to two: a smaller model, whose messages weigh more
+    python bench/pipeline.py                              # half an hour on two cores
+    python bench/pipeline.py --only speed-up --schedules 1F1B,GPipe
+    python bench/pipeline.py --quick                      # two minutes: a smaller model, whose messages weigh more
 
 Every measurement is a training step (forward, loss, backward of all rows; no optimizer) in float32 with one thread a
 process. The one-process side runs the same rows through the same ``Pipeline`` with a single stage.
@@ -10,7 +11,8 @@ process. The one-process side runs the same rows through the same ``Pipeline`` w
     split           equal number of layers / split by cost, on a model with a large vocabulary
     packing         every sequence padded to the longest / packed rows, log-normal lengths
     shapes          M and T of every step another / always the same, same work
-    bubble          measured beside theory, 1F1B
+
+Each table is printed as soon as it is measured.
 
 Left out: GPUs, more than one machine.
 """
@@ -104,45 +106,49 @@ def alone(mesh: Mesh) -> Mesh:
     return Mesh(0, 1, mesh.device, group, group, None) if mesh.stage == 0 else None
 
 
-def measure(mesh: Mesh, quick: bool) -> dict:
-    """Medians of ratios by name, on every rank."""
-    single, turns = alone(mesh), 3
-    both, one = Runner(mesh), Runner(single) if single else None
-    found: dict[str, tuple] = {}
-
-    # speed-up and bubble: a turn is one process once, then every schedule once
+def speed_up(mesh: Mesh, both: Runner, quick: bool, schedules: list[str], turns: int) -> str:
+    """A turn is one process once, then every schedule once; the first turn warms up."""
+    single = alone(mesh)
+    one = Runner(single) if single else None
     config = model(quick)
-    length, microbatches = (128 if quick else 256), 16
-    rows = full_rows(microbatches, length, config.vocab_size)
-    ratios, idles = {name: [] for name in SCHEDULES}, {name: [] for name in SCHEDULES}
+    rows = full_rows(16, 128 if quick else 256, config.vocab_size)
+    ratios, idles = {name: [] for name in schedules}, {name: [] for name in schedules}
     for turn in range(turns + 1):
         alone_s = mesh.broadcast(one.seconds(one.pipeline(config, "1F1B"), rows) if one else None)
-        for name in SCHEDULES:
+        for name in schedules:
             pipeline = both.pipeline(config, name)
             ratio = alone_s / both.seconds(pipeline, rows)
             lanes = mesh.gather((pipeline.timeline, pipeline.step_s))
-            if turn:  # the first one warms up
+            if turn:
                 ratios[name].append(ratio)
                 idles[name].append(bubble([c for c, _ in lanes], max(s for _, s in lanes)))
-    for name in SCHEDULES:
-        theory = theoretical_bubble(mesh.stages, microbatches, name, stages_per_rank(name))
-        found[name] = statistics.median(ratios[name]), mesh.stages * (1 - theory), statistics.median(idles[name]), theory
-    one = None
+    lines = [f"{'speed-up, 16 rows':<22} {'ratio':>6}  {'spread':>11}  {'theory':>6}  {'bubble':>7}  {'theory':>6}"]
+    for name in schedules:
+        theory, found = theoretical_bubble(mesh.stages, 16, name, stages_per_rank(name)), ratios[name]
+        lines.append(
+            f"{name:<22} {statistics.median(found):>5.2f}x  {min(found):.2f} - {max(found):.2f}  {mesh.stages * (1 - theory):>5.2f}x"
+            f"  {statistics.median(idles[name]):>7.1%}  {theory:>6.1%}"
+        )
+    return "\n".join(lines)
 
-    # split: as many layers on each stage, or by cost
-    large = model(quick, vocabulary=152_000, layers=8)
-    rows = full_rows(8, length, large.vocab_size)
-    equal = [8 // mesh.stages] * mesh.stages
+
+def split(mesh: Mesh, both: Runner, quick: bool, turns: int) -> str:
+    """As many layers on each stage, or by cost; the head of 100k entries costs as much as eleven of the twelve layers."""
+    large, layers = model(quick, vocabulary=100_000), 12
+    rows = full_rows(8, 128 if quick else 256, large.vocab_size)
+    equal = [layers // mesh.stages] * mesh.stages
     ratios = []
     for turn in range(turns + 1):
-        times = [both.seconds(both.pipeline(large, "1F1B", split), rows) for split in (equal, None)]
+        times = [both.seconds(both.pipeline(large, "1F1B", sizes), rows) for sizes in (equal, None)]
         ratios += [times[0] / times[1]] if turn else []
     chosen = [s.end_layer - s.first_layer for s in plan_stages(large, mesh.stages)]
-    found["split"] = statistics.median(ratios), f"{equal} against {chosen}"
+    return row("split", ratios, f"layers {equal} against {chosen}")
 
-    # packing: log-normal lengths, cut at 8 times the median
+
+def packing(mesh: Mesh, both: Runner, quick: bool, turns: int) -> str:
+    """Log-normal lengths, cut at 8 times the median."""
+    config, middle = model(quick), 24 if quick else 48
     g = torch.Generator().manual_seed(1)
-    middle = 24 if quick else 64
     lengths = (torch.randn(64, generator=g).exp() * middle).clamp(4, 8 * middle).long().tolist()
     completions = completions_of(lengths, config.vocab_size)
     longest = max(len(c) for c in completions)
@@ -150,44 +156,55 @@ def measure(mesh: Mesh, quick: bool) -> dict:
         completions, choose_row_length(completions, mesh.stages, False, attention_cost=attention_cost(config)),
         share_prompts=False, rows_at_least=mesh.stages,
     )
-    padded = [pack([c], longest, share_prompts=False) for c in completions]
+    single = [pack([c], longest, share_prompts=False) for c in completions]
     padded = Rows(**{
-        k: torch.cat([getattr(p, k) for p in padded]) if isinstance(v, torch.Tensor) else v for k, v in vars(padded[0]).items()
+        k: torch.cat([getattr(p, k) for p in single]) if isinstance(v, torch.Tensor) else v for k, v in vars(single[0]).items()
     })
     pipeline = both.pipeline(config, "1F1B")
-    ratios = []
-    for _ in range(1 if quick else 2):
-        slow = both.seconds(pipeline, padded)
-        ratios.append(slow / both.seconds(pipeline, packed))
-    found["packing"] = (
-        statistics.median(ratios), f"{padded.shape[0]} rows of {padded.shape[1]} against {packed.shape[0]} of {packed.shape[1]}"
-    )
+    ratios = [both.seconds(pipeline, padded) / both.seconds(pipeline, packed) for _ in range(max(1, turns - 1))]
+    return row("packing", ratios, f"{padded.shape[0]} rows of {padded.shape[1]} against {packed.shape[0]} of {packed.shape[1]}")
 
-    # shapes: the same rows, whose number and length change at every step or stay
-    shapes = [full_rows(m, length // 2 + 16 * i, config.vocab_size) for i, m in enumerate((8, 10, 8, 12))]
-    for rows in shapes:
+
+def shapes(mesh: Mesh, both: Runner, quick: bool, turns: int) -> str:
+    """The same rows, whose number and length change at every step or stay."""
+    config, length = model(quick), 128 if quick else 256
+    pipeline = both.pipeline(config, "1F1B")
+    several = [full_rows(m, length // 2 + 16 * i, config.vocab_size) for i, m in enumerate((8, 10, 8, 12))]
+    for rows in several:
         both.seconds(pipeline, rows)
     ratios = []
     for _ in range(turns):
         changing = staying = 0.0
-        for rows in shapes:
+        for rows in several:
             changing += both.seconds(pipeline, rows)  # another shape than the step before
             staying += both.seconds(pipeline, rows)  # the same as the step before
         ratios.append(changing / staying)
-    found["shapes"] = statistics.median(ratios), "each step against the same step again"
-    return found
+    return row("shapes", ratios, "each step against the same step again")
 
 
-def run(rank: int, ranks: int, port: int, quick: bool, queue) -> None:
+def row(name: str, ratios: list[float], note: str) -> str:
+    return f"{name:<22} {statistics.median(ratios):>5.2f}x  {min(ratios):.2f} - {max(ratios):.2f}  {note}"
+
+
+def run(rank: int, ranks: int, port: int, settings) -> None:
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }
     mesh = open_mesh("cpu", timeout_s=3600)
-    found = measure(mesh, quick)
-    if rank == 0:
-        queue.put(found)
+    quick, turns = settings.quick, settings.turns
+    parts = {
+        "speed-up": lambda both: speed_up(mesh, both, quick, settings.schedules.split(","), turns),
+        "split": lambda both: split(mesh, both, quick, turns),
+        "packing": lambda both: packing(mesh, both, quick, turns),
+        "shapes": lambda both: shapes(mesh, both, quick, turns),
+    }
+    for name, part in parts.items():
+        if name in settings.only.split(","):
+            text = part(Runner(mesh))  # a runner of its own: the models of the part before are freed
+            if rank == 0:
+                print(text, flush=True)
     mesh.barrier()
     dist.destroy_process_group()
 
@@ -196,23 +213,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smaller model")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=3, help="measurements of each pair")
+    parser.add_argument("--only", default="speed-up,split,packing,shapes", help="parts to measure")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="of the speed-up")
     settings = parser.parse_args()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    queue = mp.get_context("spawn").SimpleQueue()
-    before = os.getloadavg()[0]
-    mp.spawn(run, args=(settings.ranks, port, settings.quick, queue), nprocs=settings.ranks)
-    found = queue.get()
     quick = ", quick" if settings.quick else ""
-    print(f"{settings.ranks} processes x 1 thread, {os.cpu_count()} cores, load before {before:.1f}{quick}")
-    print(f"{'':<22} {'ratio':>6}  {'theory':>6}  {'bubble':>7}  {'theory':>6}")
-    for name in SCHEDULES:
-        ratio, theory, idle_share, expected = found[name]
-        print(f"{name:<22} {ratio:>5.2f}x  {theory:>5.2f}x  {idle_share:>7.1%}  {expected:>6.1%}")
-    for name in ("split", "packing", "shapes"):
-        ratio, note = found[name]
-        print(f"{name:<22} {ratio:>5.2f}x  {note}")
+    print(f"{settings.ranks} processes x 1 thread, {os.cpu_count()} cores, load before {os.getloadavg()[0]:.1f}{quick}", flush=True)
+    mp.spawn(run, args=(settings.ranks, port, settings), nprocs=settings.ranks)
 
 
 if __name__ == "__main__":

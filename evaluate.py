@@ -22,7 +22,7 @@ from pathlib import Path
 from accuracy import interval, majority, pass_at_k
 from config import Settings, SettingsError, parse_settings
 from drawing import Sampling
-from parallel import Mesh, Refused, fail_together, open_mesh, refuse_together, start_watch
+from parallel import Mesh, Refused, fail_together, open_mesh, refuse_together
 from policy import Policy
 from provenance import provenance
 from questions import load, render, training_and_held_out
@@ -33,6 +33,7 @@ from tasks import Question, fingerprint
 
 VALIDATION_STREAM = 2**31  # no rollout has this number
 SHOWN = 10  # questions that changed sides, of each kind
+KINDS = 20  # no accuracies by difficulty where it has more values than this
 
 
 # ------------------------------------------------------------------------------------------------ measuring
@@ -49,7 +50,14 @@ def evaluate(
         elsewhere.
     """
     prompts = policy.mesh.broadcast([q.prompt_ids for q in questions])
-    completions = policy.generate(prompts, group_size=samples, sampling=sampling, stream=(seed, VALIDATION_STREAM))
+    at_once, completions = max(1, sampling.max_sequences_in_flight // samples), []
+    for first in range(0, len(prompts), at_once):
+        policy.mesh.watch.enter("validate")  # --timeout is for each part, however many questions there are
+        completions += policy.generate(
+            prompts[first : first + at_once], group_size=samples, sampling=sampling, stream=(seed, VALIDATION_STREAM),
+            first_question=first,
+        )
+        policy.mesh.barrier()  # stages that do not sample wait here, not for the whole evaluation
     if not policy.mesh.is_first:
         return {}, []
     decode(completions, policy.tokenizer, policy.stop_ids)
@@ -105,7 +113,7 @@ def accuracy_metrics(
             )
     for kind, names in (("type", [q.verify_type for q in questions]), ("difficulty", list(map(difficulty, questions)))):
         known = sorted(set(filter(None, names)))
-        if len(known) > (kind == "type"):
+        if (kind == "type") < len(known) <= KINDS:
             out |= {f"accuracy_{kind}_{name}": mean(s for s, n in zip(shares, names) if n == name) for name in known}
     out["length_mean"] = mean(len(c.ids) for c in completions)
     out["truncated_share"] = mean(not c.finished for c in completions)
@@ -114,8 +122,8 @@ def accuracy_metrics(
 
 def difficulty(question: Question) -> str:
     """The row's ``difficulty`` or ``level`` as text; "" where it has none."""
-    found = question.row.get("difficulty", question.row.get("level"))
-    return "" if found is None else str(found).replace("/", "_")
+    found = [question.row[name] for name in ("difficulty", "level") if question.row.get(name) is not None]
+    return str(found[0]).replace("/", "_") if found else ""
 
 
 def sampling_of(settings: Settings) -> Sampling:
@@ -166,7 +174,6 @@ def run(settings: Settings, mesh: Mesh, output: Path, held_out: bool) -> None:
 
     questions = refuse_together(mesh, read_questions)
     policy.load_for_sampling()
-    mesh.watch.enter("validate")
     metrics, completions = evaluate(
         policy, questions, sampling_of(settings), seed=settings.seed, samples=settings.eval_samples
     )
@@ -180,9 +187,9 @@ def run(settings: Settings, mesh: Mesh, output: Path, held_out: bool) -> None:
         "questions": len(questions), "samples": settings.eval_samples, "temperature": settings.eval_temperature,
         "seed": settings.seed, "fingerprint": fingerprint(questions), **provenance(),
     }
-    (output / "summary.json").write_text(json.dumps(about | {"metrics": metrics}, indent=1))
     rows = completion_rows(completions, questions)
     (output / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (output / "summary.json").write_text(json.dumps(about | {"metrics": metrics}, indent=1))  # last: the folder is whole
     print(table(about, metrics))
     print(f"written to {output}: summary.json, completions.jsonl")
 
@@ -208,7 +215,7 @@ def compare(one: Path, other: Path) -> str:
     """The paired difference of two evaluations of the same questions, and the questions that changed sides, as text.
 
     Raises:
-        ValueError: a folder that holds no evaluation, or other questions.
+        ValueError: a folder that holds no whole evaluation, or other questions.
     """
     before, after = read_shares(one), read_shares(other)
     if before.keys() != after.keys():
@@ -230,13 +237,20 @@ def compare(one: Path, other: Path) -> str:
 
 
 def read_shares(folder: Path) -> dict[tuple[int, str, str], float]:
-    """The share of right samples by (number, question, gold)."""
-    path = Path(folder) / "completions.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no completions.jsonl: give a folder that evaluate.py --output wrote")
+    """The share of right samples by (number, question, gold).
+
+    Raises:
+        ValueError: not all that the summary counts is there.
+    """
     right: dict[tuple, list[bool]] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
+    try:
+        about = json.loads((Path(folder) / "summary.json").read_text())
+        rows = [json.loads(line) for line in (Path(folder) / "completions.jsonl").read_text().splitlines()]
+    except (OSError, ValueError):
+        about, rows = {"questions": 1, "samples": 1}, []
+    if len(rows) != about["questions"] * about["samples"]:
+        raise ValueError(f"{folder} holds no whole evaluation: give a folder that evaluate.py --output wrote to its end")
+    for row in rows:
         asked = row["question"] if isinstance(row["question"], str) else row["question"][-1]["content"]
         right.setdefault((row["number"], asked, row["gold"]), []).append(row["correct"] == 1.0)
     return {key: sum(found) / len(found) for key, found in right.items()}
@@ -265,9 +279,12 @@ def main(argv: list[str] | None = None) -> None:
         if first:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    mesh = open_mesh(settings.device, settings.timeout)
+    try:
+        mesh = open_mesh(settings.device, settings.timeout)
+    except ValueError as error:  # fewer GPUs than processes
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     with fail_together(mesh):
-        start_watch(mesh)
         try:
             run(settings, mesh, own.output, own.held_out == "on")
         except ValueError as error:

@@ -334,7 +334,6 @@ def train(trainer: Trainer, questions: list[Question], held_out: list[Question])
     def validate(step: int) -> None:
         if not validating:
             return
-        mesh.watch.enter("validate")
         values, samples = trainer.validate(held_out)
         state.accuracy[step] = mesh.broadcast(values.get("validation/accuracy"))
         if values:
@@ -426,7 +425,11 @@ def main(argv: list[str] | None = None) -> None:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     torch.manual_seed(settings.seed)
-    mesh = open_mesh(settings.device, settings.timeout)
+    try:
+        mesh = open_mesh(settings.device, settings.timeout)
+    except ValueError as error:  # fewer GPUs than processes
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     with fail_together(mesh):
         start_watch(mesh)
         try:

@@ -85,7 +85,22 @@ def test_strict_lenient_and_types_share_the_denominator_of_all_questions():
 
 
 def test_difficulty_is_read_from_either_column():
-    assert [difficulty(question(0, **row)) for row in ({"difficulty": "hard"}, {"level": 3}, {})] == ["hard", "3", ""]
+    rows = ({"difficulty": "hard"}, {"level": 3}, {}, {"difficulty": None, "level": 2})
+    assert [difficulty(question(0, **row)) for row in rows] == ["hard", "3", "", "2"]
+
+
+def test_a_difficulty_of_many_values_gives_no_metrics():
+    questions = [question(i, difficulty=i / 7) for i in range(30)]
+    read_golds(questions)
+    found = accuracy_metrics([c for i in range(30) for c in answered(i, ["4"], [1.0])], questions, [None] * 30)
+    assert not any(name.startswith("accuracy_difficulty") for name in found) and found["accuracy"] == 1.0
+
+
+def test_the_timeout_is_for_a_part_of_the_questions_and_parts_change_nothing(tmp_path):
+    model = model_folder(tmp_path / "model")
+    flags = ["--model", str(model), "--sampler", "pipeline", "--max_completion_tokens", "6", "--eval_samples", "3", "--dtype", "float64"]
+    whole, parts = (run_ranks(2, evaluated, [*flags, "--max_sequences_in_flight", n])[0] for n in ("100", "4"))
+    assert whole[:2] == parts[:2] and (whole[2], parts[2]) == (1, 5)
 
 
 # ------------------------------------------------------------------------------------------------ ranks
@@ -101,10 +116,12 @@ def evaluated(mesh, argv):
     questions = [question(i, verify_type="test_evaluate:row_says", right=i in (1, 2, 3)) for i in range(5)]
     read_golds(questions)
     questions, _ = render_prompts(questions, policy.tokenizer)
+    entered, enter = [], mesh.watch.enter
+    mesh.watch.enter = lambda phase: (entered.append(phase), enter(phase))
     metrics, completions = evaluate(
         policy, questions if mesh.is_first else [], sampling_of(settings), seed=0, samples=settings.eval_samples
     )
-    return metrics, [(c.question, c.sample, c.ids) for c in completions]
+    return metrics, [(c.question, c.sample, c.ids) for c in completions], entered.count("validate")
 
 
 def test_E14_three_of_five_are_0_6_on_1_2_and_4_ranks(tmp_path):
@@ -114,7 +131,7 @@ def test_E14_three_of_five_are_0_6_on_1_2_and_4_ranks(tmp_path):
     for ranks in found:
         assert ranks[0][0]["validation/accuracy"] == ranks[0][0]["validation/pass_at_3"] == 0.6
         assert ranks[0] == found[0][0] and len(ranks[0][1]) == 15
-        assert all(rank == ({}, []) for rank in ranks[1:])
+        assert all(rank == ({}, [], 1) for rank in ranks[1:])
         assert "validation/maj_at_3" not in ranks[0][0], "there is nothing to extract"
 
 
@@ -184,6 +201,7 @@ def test_the_held_out_questions_of_a_run_give_its_own_accuracy(tmp_path):
     (("--model", "nowhere/at/all"), "nowhere/at/all"),
     (("--data", "none.jsonl"), "none.jsonl"),
     (("--held_out", "on", "--validation_share", "0"), "there is no question to evaluate"),
+    (("--device", "cuda"), "--device cuda needs a GPU for each"),
 ])
 def test_bad_input_is_one_sentence_and_exit_2(tmp_path, more, sentence):
     model = training_folder(tmp_path / "model")
@@ -198,6 +216,7 @@ def written(folder, shares):
         for i, share in enumerate(shares) for s in range(4)
     ]
     (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "summary.json").write_text(json.dumps({"questions": len(shares), "samples": 4}))
     return folder
 
 
@@ -213,4 +232,8 @@ def test_compare_pairs_the_questions_and_names_those_that_changed(tmp_path, caps
         compare(a, c)
     with pytest.raises(SystemExit, match="2"):
         main(["--compare", str(a), str(tmp_path / "nowhere")])
-    assert "holds no completions.jsonl" in capsys.readouterr().err
+    assert "holds no whole evaluation" in capsys.readouterr().err
+    for damage in (lambda text: text[:-30], lambda text: "".join(text.splitlines(True)[:-1])):
+        (c / "completions.jsonl").write_text(damage((b / "completions.jsonl").read_text()))
+        with pytest.raises(ValueError, match="c holds no whole evaluation"):
+            compare(b, c)

@@ -39,10 +39,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 
-from export import COMPANIONS, export_checkpoint, make_empty
+from export import COMPANIONS, copy_files, export_checkpoint, make_empty
 from parallel import Mesh
 from policy import Policy
-from stages import find_file
 
 
 @dataclass
@@ -216,9 +215,7 @@ class Checkpoints:
 
     def _finish(self, partial: Path, folder: Path, record: dict, names: set[str], model: str) -> None:
         (partial / "model").mkdir()
-        for companion in ("config.json", *COMPANIONS):
-            if (source := find_file(model, companion)) is not None:
-                shutil.copyfile(source, partial / "model" / companion)
+        copy_files(model, ("config.json", *COMPANIONS), partial / "model")
         write_synced(partial / "state.json", json.dumps(record, indent=1))
         written = set(FileSystemReader(partial).read_metadata().state_dict_metadata)
         if written != names:
@@ -300,8 +297,7 @@ class _Thread(threading.Thread):
 
 
 def mark_complete(folder: Path, sizes: dict[str, int]) -> None:
-    write_synced(folder / "COMPLETE.new", json.dumps(sizes, indent=1))
-    os.replace(folder / "COMPLETE.new", folder / "COMPLETE")
+    replace_synced(folder / "COMPLETE", json.dumps(sizes, indent=1))
     _sync(folder)
 
 
@@ -310,6 +306,13 @@ def write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_synced(path: Path, text: str) -> None:
+    """The file is either as it was or whole."""
+    partial = path.with_name(path.name + ".new")
+    write_synced(partial, text)
+    os.replace(partial, path)
 
 
 def _sync(folder: Path) -> None:

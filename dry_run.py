@@ -12,34 +12,6 @@ Left out: validation and checkpoints.
 from __future__ import annotations
 
 import dataclasses
-import resource
-from pathlib import Path
-
-import torch
-
-
-class PeakMemory:
-    """The most memory since the last call of ``reset``, in bytes."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def reset(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            try:
-                Path("/proc/self/clear_refs").write_text("5")  # proc(5): sets the peak back to what is held now
-            except OSError:  # not everywhere allowed: the figure is then that of the whole run so far
-                pass
-
-    def read(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        status = Path("/proc/self/status")
-        if status.is_file():
-            return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) * 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def dry_run(trainer, questions: list) -> str:
@@ -55,7 +27,7 @@ def dry_run(trainer, questions: list) -> str:
     s, mesh = trainer.settings, trainer.mesh
     trainer.sampling = dataclasses.replace(trainer.sampling, min_new_tokens=s.max_completion_tokens, stop_strings=())
     trainer.grade = lambda graded: [float(i % 2) for i in range(len(graded))]
-    trainer.peak_memory = PeakMemory(mesh.device)
+    trainer.peaks = {}
     longest = [max(questions, key=lambda q: len(q.prompt_ids))] * s.batch_size if questions else []
     times = trainer.step(1, longest, 1)
     ranks = mesh.gather(trainer.peaks)

@@ -16,19 +16,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
 from accuracy import interval, majority, pass_at_k
-from config import Settings, SettingsError, parse_settings
+from config import Settings, parse_settings
 from drawing import Sampling
-from parallel import Mesh, Refused, fail_together, open_mesh, refuse_together
+from parallel import Mesh, fail_together, open_mesh, refuse_in_one_sentence, refuse_together
 from policy import Policy
 from provenance import provenance
 from questions import load, render, training_and_held_out
 from resume import number_aside
 from rewards import extract_answer, grade, lenient, take_faults
 from rollout import Completion, decode
+from samples import asked, shown_answer
 from tasks import Question, fingerprint
 
 VALIDATION_STREAM = 2**31  # no rollout has this number
@@ -143,10 +143,9 @@ def completion_rows(completions: list[Completion], questions: list[Question]) ->
     rows = []
     for c, value in zip(completions, judged):
         q = questions[c.question]
-        answer = extract_answer(c.text, q)
         rows.append({
             "number": c.question, "sample": c.sample, "question": q.question, "completion": c.text,
-            "answer": None if answer is None else str(answer), "gold": q.answer, "verify_type": q.verify_type,
+            "answer": shown_answer(c, q), "gold": q.answer, "verify_type": q.verify_type,
             "difficulty": difficulty(q), "correct": c.correct, "lenient": value, "tokens": len(c.ids), "finished": c.finished,
         })
     return rows
@@ -167,7 +166,7 @@ def run(settings: Settings, mesh: Mesh, output: Path, held_out: bool) -> None:
             found = training_and_held_out(settings, policy.tokenizer)[1]
         else:
             found = render(load(settings.validation_data or settings.data, settings), settings, policy.tokenizer)
-        found = found[: settings.eval_questions or None]
+            found = found[: settings.eval_questions or None]
         if not found:
             raise ValueError("there is no question to evaluate: give --data, or --validation_share above 0 with --held_out on")
         return found
@@ -251,8 +250,7 @@ def read_shares(folder: Path) -> dict[tuple[int, str, str], float]:
     if len(rows) != about["questions"] * about["samples"]:
         raise ValueError(f"{folder} holds no whole evaluation: give a folder that evaluate.py --output wrote to its end")
     for row in rows:
-        asked = row["question"] if isinstance(row["question"], str) else row["question"][-1]["content"]
-        right.setdefault((row["number"], asked, row["gold"]), []).append(row["correct"] == 1.0)
+        right.setdefault((row["number"], asked(row["question"]), row["gold"]), []).append(row["correct"] == 1.0)
     return {key: sum(found) / len(found) for key, found in right.items()}
 
 
@@ -267,30 +265,17 @@ def main(argv: list[str] | None = None) -> None:
                         help="on: the questions that a training run with these settings holds out; off: all of --data")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two output folders: paired difference")
     own, rest = parser.parse_known_args(argv)
-    first = os.environ.get("RANK", "0") == "0"
-    try:
+    with refuse_in_one_sentence(say=os.environ.get("RANK", "0") == "0"):
         if own.compare:
             print(compare(*own.compare))
             return
         settings = parse_settings(rest)
         if ":" not in settings.sampler:
             settings.sampler = "pipeline"  # the same completions, and nothing held twice
-    except (SettingsError, ValueError) as error:
-        if first:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    try:
+    with refuse_in_one_sentence():
         mesh = open_mesh(settings.device, settings.timeout)
-    except ValueError as error:  # fewer GPUs than processes
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    with fail_together(mesh):
-        try:
-            run(settings, mesh, own.output, own.held_out == "on")
-        except ValueError as error:
-            if mesh.is_first or not isinstance(error, Refused):
-                print(f"error: {error}", file=sys.stderr, flush=True)
-            os._exit(2)
+    with fail_together(mesh), refuse_in_one_sentence(mesh):
+        run(settings, mesh, own.output, own.held_out == "on")
 
 
 if __name__ == "__main__":

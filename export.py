@@ -38,6 +38,13 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
+def copy_files(model: str, names: tuple[str, ...], folder: Path) -> None:
+    """Those of ``names`` that the folder or hub name ``model`` has, byte for byte."""
+    for name in names:
+        if (source := find_file(model, name)) is not None:
+            shutil.copyfile(source, folder / name)
+
+
 def export_model(stage: Stage, mesh: Mesh, model: str, folder: Path) -> Path:
     """Write ``folder`` for ``AutoModelForCausalLM.from_pretrained``; call on every stage.
 
@@ -121,9 +128,6 @@ def _finish_export(partial: Path, folder: Path, parts: list, model: str, dtype: 
     config = json.loads(find_file(model, "config.json").read_text())
     config.pop("torch_dtype", None)
     (partial / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}, indent=2))
-    for companion in COMPANIONS:
-        source = find_file(model, companion)
-        if source is not None:
-            shutil.copyfile(source, partial / companion)
+    copy_files(model, COMPANIONS, partial)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(partial, folder)

@@ -25,13 +25,17 @@ class Metric:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Fires when ``name`` is above (or below) ``level`` at ``steps`` steps in a row; says so once until it is over."""
+    """Fires when ``name`` is above (or below) ``level`` at ``steps`` steps in a row; says so once until it is over.
+
+    With ``growth`` the level is for what was added since the step before, as for a count.
+    """
 
     name: str
     above: bool
     level: float
     steps: int
     cause: str  # the end of the sentence on the console: the likely cause and what to try
+    growth: bool = False
 
 
 METRICS = [
@@ -112,7 +116,8 @@ ALARMS = [
     Alarm("train/kl", True, 1.0, 5, "the policy is far from the reference: lower --learning_rate or raise --beta"),
     Alarm("train/grad_norm", True, 100.0, 3, "gradients are very large: lower --learning_rate and look at the rewards"),
     Alarm("train/clip_high", True, 0.3, 3, "the updates of one rollout go far beyond the clip range: lower --learning_rate or --grpo_iterations"),
-    Alarm("train/skipped_updates_new", True, 0, 1, "an update was left out for a loss or gradient that is not finite: lower --learning_rate"),
+    Alarm("train/skipped_updates", True, 0, 1, "an update was left out for a loss or gradient that is not finite: lower --learning_rate",
+          growth=True),
     Alarm("train/tokens", False, 1, 1, "no completion token is in the loss, so its value of 0 says nothing: look at reward/unscorable and --mask_truncated"),
     Alarm("sampler/logprob_diff_mean", True, 0.05, 3, "sampler and trainer disagree about the same tokens: use the same dtype in both, "
           "or --sampler_correction token_truncate"),
@@ -134,25 +139,23 @@ class Alarms:
 
     def __init__(self, alarms: list[Alarm] = ALARMS):
         self.counts = {alarm: 0 for alarm in alarms}
-        self.skipped = 0.0
+        self.before: dict[str, float] = {}  # values of the last step
 
     def check(self, values: dict[str, float]) -> list[str]:
         """One sentence for each alarm that fires at this step, with the value, the level and the likely cause."""
-        skipped = values.get("train/skipped_updates", self.skipped)
-        values = values | {"train/skipped_updates_new": skipped - self.skipped}
-        self.skipped = skipped
         fired = []
         for alarm, count in self.counts.items():
             value = values.get(alarm.name)
             if value is None:
                 continue
+            value -= self.before.get(alarm.name, 0) if alarm.growth else 0
             passed = value > alarm.level if alarm.above else value < alarm.level
             self.counts[alarm] = count + 1 if passed else 0
             if self.counts[alarm] == alarm.steps:
                 for_long = f" for {alarm.steps} steps" if alarm.steps > 1 else ""
                 side = "above" if alarm.above else "below"
-                shown = alarm.name.removesuffix("_new")
-                fired.append(f"{shown} is {value:.3g}, {side} {alarm.level:g}{for_long}: {alarm.cause}")
+                fired.append(f"{alarm.name} is {value:.3g}, {side} {alarm.level:g}{for_long}: {alarm.cause}")
+        self.before |= values
         return fired
 
 
@@ -168,11 +171,11 @@ def as_markdown() -> str:
     for m in METRICS:
         levels = [
             f"{'above' if a.above else 'below'} {a.level:g}" + (f" for {a.steps} steps" if a.steps > 1 else "")
-            for a in ALARMS if a.name.removesuffix("_new") == m.name
+            for a in ALARMS if a.name == m.name
         ]
         lines.append(f"| `{m.name}` | {m.meaning} | {m.unit} | {', '.join(levels)} |")
     lines += ["", "## What the console says", ""]
-    lines += [f"* `{a.name.removesuffix('_new')}`: {a.cause}." for a in ALARMS]
+    lines += [f"* `{a.name}`: {a.cause}." for a in ALARMS]
     return "\n".join(lines)
 
 

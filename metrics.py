@@ -209,13 +209,28 @@ def speed_metrics(values: dict[str, float]) -> dict[str, float]:
     return {f"throughput/{name}": tokens / max(values[f"time/{phase}"], 1e-9) for name, phase in names.items()}
 
 
-def peak_memory_mib(device: torch.device) -> float:
-    """Most memory of this process so far (CPU), or of its tensors since the last call (GPU), in MiB."""
-    if device.type != "cuda":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    peak = torch.cuda.max_memory_allocated(device) / 2**20
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak
+class PeakMemory:
+    """The most memory since ``reset``, or so far, in bytes: resident memory of this process (CPU), or its tensors (GPU)."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def reset(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            try:
+                Path("/proc/self/clear_refs").write_text("5")  # proc(5): sets the peak back to what is held now
+            except OSError:  # not everywhere allowed: the figure is then that of the whole run so far
+                pass
+
+    def read(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        status = Path("/proc/self/status")
+        if status.is_file():
+            return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Clock:

@@ -147,6 +147,26 @@ def refuse_together(mesh: Mesh, function):
 
 
 @contextmanager
+def refuse_in_one_sentence(mesh: Mesh | None = None, *, say: bool = True):
+    """A ValueError in here is bad input: its sentence says it all, and the process ends with code 2.
+
+    Args:
+        mesh: None before the processes have met; afterwards the process leaves at once, and what all know of is said by the
+            first stage alone.
+        say: whether this process prints.
+    """
+    try:
+        yield
+    except ValueError as error:
+        known_to_all = mesh is not None and not mesh.is_first and isinstance(error, Refused)
+        if say and not known_to_all:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        if mesh is None:
+            sys.exit(2)
+        os._exit(2)
+
+
+@contextmanager
 def fail_together(mesh: Mesh):
     """Leave the process at once when something raises: other stages wait in a collective and must be taken down.
 

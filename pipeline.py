@@ -151,8 +151,7 @@ class Pipeline:
         """The number of rows must be a multiple of this."""
         return self.microbatch_size * microbatches_needed(self.schedule, self.mesh.stages)[1]
 
-    def theoretical_bubble(self, rows: Rows) -> float:
-        microbatches = rows.shape[0] // self.microbatch_size
+    def theoretical_bubble(self, microbatches: int) -> float:
         return theoretical_bubble(self.mesh.stages, microbatches, self.schedule, len(self.stage.parts))
 
     def train_step(self, rows: Rows, loss_fn: LossFunction) -> tuple[float, Tensor] | None:
@@ -245,7 +244,7 @@ class Pipeline:
             return None
         chunks, span = [lane for lane, _ in lanes], max(s for _, s in lanes)
         microbatches, row_length = self._runner[0][0] // self.microbatch_size, self._runner[0][1]
-        theory = theoretical_bubble(self.mesh.stages, microbatches, self.schedule, len(self.stage.parts))
+        theory = self.theoretical_bubble(microbatches)
         title = (
             f"step {step}: {self.schedule}, {len(self.ranks)} stages on {len(lanes)} ranks, {microbatches} microbatches of "
             f"{self.microbatch_size} x {row_length} tokens, {span:.3g} s, bubble {bubble(chunks, span):.1%} (theory {theory:.1%})"

@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedules import SCHEDULES, microbatches_needed, order, rank_of_stages, stages_per_rank, theoretical_bubble
+from schedules import SCHEDULES, microbatches_run, order, rank_of_stages, stages_per_rank, theoretical_bubble
 from stages import Stage, StageSpec, describe_plan, load_config, plan_stages
 
 
@@ -266,8 +266,7 @@ def describe(config, specs: list[StageSpec], work: Workload, gpu_memory: float =
     bubbles = []
     for name in SCHEDULES:
         per_rank = work.per_rank if SCHEDULES[name].any_number and work.per_rank > 1 else stages_per_rank(name)
-        least, multiple = microbatches_needed(name, work.ranks)
-        count = max(least, -(-work.microbatches // multiple) * multiple)
+        count = microbatches_run(name, work.ranks, work.microbatches)
         bubbles.append(f"{name} {theoretical_bubble(work.ranks, count, name, per_rank):.1%}")
     lines.append(f"bubble in theory: {', '.join(bubbles)}")
     if gpu_memory:
@@ -318,10 +317,9 @@ def main(argv: list[str] | None = None) -> str:
         per_rank = stages_per_rank(a.schedule, a.stages_per_rank)
         split = [int(n) for n in a.split.split(",")] if a.split else None
         specs = plan_stages(config, a.stages * per_rank, split)
-        least, multiple = microbatches_needed(a.schedule, a.stages)
         work = Workload(
             ranks=a.stages, schedule=a.schedule, per_rank=per_rank,
-            microbatches=max(least, -(-a.microbatches // multiple) * multiple), microbatch_size=a.microbatch_size,
+            microbatches=microbatches_run(a.schedule, a.stages, a.microbatches), microbatch_size=a.microbatch_size,
             row_length=a.row_length, dtype=getattr(torch, a.dtype), compute_dtype=getattr(torch, a.compute_dtype),
             activation_checkpointing=a.activation_checkpointing == "full", offload_optimizer=a.offload_optimizer,
             sampler=a.sampler, sequences=a.sequences, sequence_length=a.sequence_length, reference=a.reference,

@@ -20,7 +20,7 @@ from reference import Reference
 from rollout import Completion, round_up_to_bucket
 from sampler import Link, Sampler, stop_ids
 from plan import Workload, describe
-from schedules import microbatches_needed, rank_of_stages, stages_per_rank
+from schedules import microbatches_run, rank_of_stages, stages_per_rank
 from stages import Stage, Stages, StageSpec, attention_cost, load_config, load_weights, plan_stages
 
 
@@ -82,8 +82,7 @@ class Policy:
         Raises:
             ValueError: as ``load``.
         """
-        parts = [self.make_stage(spec, in_compute_dtype=True) for spec in self.plan if self.ranks[spec.index] == self.mesh.stage]
-        self.stage = load_weights(parts[0] if len(parts) == 1 else Stages(parts), self.model).requires_grad_(False)
+        self.stage = load_weights(self.make_held(in_compute_dtype=True), self.model).requires_grad_(False)
         self.sampler = self.make_sampler()
         self.sync()
 
@@ -93,10 +92,9 @@ class Policy:
         The rows of a rollout are chosen later and may be longer; four microbatches a rank are assumed.
         """
         s, mesh = self.settings, self.mesh
-        least, multiple = microbatches_needed(s.schedule, mesh.stages)
         work = Workload(
             ranks=mesh.stages, schedule=s.schedule, per_rank=len(self.ranks) // mesh.stages,
-            microbatches=max(least, -(-4 * mesh.stages // multiple) * multiple), microbatch_size=s.microbatch_size,
+            microbatches=microbatches_run(s.schedule, mesh.stages, 4 * mesh.stages), microbatch_size=s.microbatch_size,
             row_length=s.row_length or round_up_to_bucket(longest), dtype=self.stage.dtype,
             compute_dtype=self.stage.compute_dtype, activation_checkpointing=s.activation_checkpointing == "full",
             offload_optimizer=s.offload_optimizer and mesh.device.type == "cuda", sampler=s.sampler,
@@ -107,9 +105,9 @@ class Policy:
         gpu = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30 if mesh.device.type == "cuda" else 0.0
         return describe(self.config, self.plan, work, round(gpu, 1))
 
-    def make_held(self) -> Stage | Stages:
-        """The unfilled stages of this rank."""
-        parts = [self.make_stage(spec) for spec, rank in zip(self.plan, self.ranks) if rank == self.mesh.stage]
+    def make_held(self, **more) -> Stage | Stages:
+        """The unfilled stages of this rank; ``more`` as of ``make_stage``."""
+        parts = [self.make_stage(spec, **more) for spec, rank in zip(self.plan, self.ranks) if rank == self.mesh.stage]
         return parts[0] if len(parts) == 1 else Stages(parts)
 
     def make_stage(self, spec: StageSpec, *, in_compute_dtype: bool = False) -> Stage:

@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from checkpoint import complete_checkpoints, is_complete, read_state, set_aside, write_synced
+from checkpoint import complete_checkpoints, is_complete, read_state, replace_synced, set_aside
 from config import Settings
 from metrics import Tracker, cut_lines
 from parallel import Mesh, refuse_together
@@ -144,9 +144,9 @@ def run_identity(settings: Settings, fingerprints: dict[str, str], resumed: bool
         if resumed or found["data"] == fingerprints and not changed_settings(found["settings"], settings):
             return found["wandb_id"], True
     # a sweep names its runs itself
-    record = {"wandb_id": os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4), "data": fingerprints, "settings": dataclasses.asdict(settings)}
-    write_synced(path.with_suffix(".new"), json.dumps(record, indent=1))
-    os.replace(path.with_suffix(".new"), path)
+    new_id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+    record = {"wandb_id": new_id, "data": fingerprints, "settings": dataclasses.asdict(settings)}
+    replace_synced(path, json.dumps(record, indent=1))
     return record["wandb_id"], False
 
 
@@ -160,14 +160,13 @@ def open_tracker(trainer, steps: int, plan: str, first_prompt: str) -> tuple[Tra
     else:
         others = ["metrics.jsonl", "samples.jsonl", "timeline", "rollouts", "wandb.json", "final", "best"]
         number_aside(folder, others + ["checkpoints"] * (s.resume == "never"))
-    about = {"settings": dataclasses.asdict(s), "first_prompt": first_prompt, "plan": plan, **provenance()}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "settings.json").write_text(json.dumps(about, indent=1))
+    settings, about = dataclasses.asdict(s), {"first_prompt": first_prompt, "plan": plan, **provenance()}
+    (folder / "settings.json").write_text(json.dumps({"settings": settings} | about, indent=1))
     policy = trainer.policy
     tags = [policy.config.model_type, s.loss, s.schedule, f"{trainer.mesh.stages} stages", *filter(None, s.run_tags.split(","))]
     tracker = Tracker(
         folder, use_wandb=s.tracker == "wandb" and trainer.state.step < steps, name=s.run_name, run_id=run_id,
-        config=about.pop("settings") | about, group=s.run_group or Path(s.model).name, tags=tags,
+        config=settings | about, group=s.run_group or Path(s.model).name, tags=tags,
     )
     return tracker, run_id
 

@@ -41,14 +41,23 @@ def sample_rows(step: int, split: str, completions: list[Completion], questions:
     rows = []
     for c in pick(completions):
         question = questions[c.question]
-        asked = question.question if isinstance(question.question, str) else question.question[-1]["content"]
-        answer = extract_answer(c.text, question)
         rows.append({
-            "step": step, "split": split, "question": asked[:CHARACTERS], "completion": c.text[:CHARACTERS],
-            "answer": None if answer is None else str(answer), "gold": question.answer, "reward": c.reward, "correct": c.correct,
+            "step": step, "split": split, "question": asked(question.question)[:CHARACTERS], "completion": c.text[:CHARACTERS],
+            "answer": shown_answer(c, question), "gold": question.answer, "reward": c.reward, "correct": c.correct,
             "tokens": len(c.ids), "finished": c.finished, "advantage": c.advantage if split == "train" else None,
         })
     return rows
+
+
+def asked(question: str | list[dict]) -> str:
+    """What a question asks, of several messages the last."""
+    return question if isinstance(question, str) else question[-1]["content"]
+
+
+def shown_answer(c: Completion, question: Question) -> str | None:
+    """The answer that the verifier finds in a completion, as text."""
+    answer = extract_answer(c.text, question)
+    return None if answer is None else str(answer)
 
 
 def as_text(row: dict) -> str:

@@ -95,6 +95,16 @@ def microbatches_needed(schedule: str, ranks: int) -> tuple[int, int]:
     return max(1, kind.least_per_rank * ranks), ranks if kind.in_multiples else 1
 
 
+def microbatches_run(schedule: str, ranks: int, wanted: int) -> int:
+    """How many microbatches run where a rollout has ``wanted``: those and the empty ones that the schedule needs beside them.
+
+    >>> microbatches_run("Interleaved1F1B", 4, 9), microbatches_run("DualPipeV", 4, 3)
+    (12, 8)
+    """
+    least, multiple = microbatches_needed(schedule, ranks)
+    return max(least, -(-wanted // multiple) * multiple)
+
+
 def make_schedule(schedule: str, stages: list, microbatches: int, loss_fn=None):
     """torch's schedule over this rank's ``PipelineStage`` objects.
 

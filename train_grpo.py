@@ -28,15 +28,15 @@ from pathlib import Path
 import torch
 
 from checkpoint import Checkpoints, State, read_state
-from config import Settings, SettingsError, parse_settings
+from config import Settings, parse_settings
 from console import Progress, print_end, print_start
 from dry_run import dry_run
 from evaluate import evaluate, sampling_of
 from export import export_checkpoint, export_model
 from grpo_loss import LossSettings, group_advantages, policy_loss, policy_metrics, token_weights
 from metric_names import Alarms
-from metrics import Clock, peak_memory_mib, rollout_metrics, speed_metrics
-from parallel import Mesh, Refused, agree_to_stop, fail_together, open_mesh, refuse_together, start_watch
+from metrics import Clock, PeakMemory, rollout_metrics, speed_metrics
+from parallel import Mesh, agree_to_stop, fail_together, open_mesh, refuse_in_one_sentence, refuse_together, start_watch
 from plan import peak_flops, row_flops
 from policy import Policy
 from questions import batches, training_and_held_out
@@ -62,8 +62,8 @@ class Trainer:
         self.state = State()
         self.grade = grade
         self.replay: list[Path] = []  # rollouts to train from instead of sampling, on every stage
-        self.peak_memory = None  # of dry_run.py; then the bytes of every phase are in peaks
-        self.peaks: dict[str, int] = {}
+        self.memory = PeakMemory(self.mesh.device)
+        self.peaks: dict[str, int] | None = None  # the most bytes of every phase, where a dry run asks for them
         s = settings
         self.loss_settings = LossSettings(
             loss=s.loss, epsilon=s.epsilon, epsilon_high=s.epsilon_high, beta=s.beta, delta=s.dual_clip or None,
@@ -98,17 +98,19 @@ class Trainer:
             values |= self.policy.sync()
         values |= clock.metrics()
         values |= speed_metrics(values) | self.utilisation(rows, values["time/train"])
-        memory = self.mesh.gather(peak_memory_mib(self.mesh.device))
-        return values | {f"memory/peak_stage{i}": peak for i, peak in enumerate(memory)}
+        peaks = self.mesh.gather(self.memory.read() / 2**20)
+        if self.mesh.device.type == "cuda":
+            self.memory.reset()
+        return values | {f"memory/peak_stage{i}": peak for i, peak in enumerate(peaks)}
 
     def enter(self, phase: str) -> None:
         self.mesh.watch.enter(phase)
-        if self.peak_memory is not None:
-            self.peak_memory.reset()
+        if self.peaks is not None:
+            self.memory.reset()
 
     def leave(self, phase: str) -> None:
-        if self.peak_memory is not None:
-            self.peaks[phase] = max(self.peaks.get(phase, 0), self.peak_memory.read())
+        if self.peaks is not None:
+            self.peaks[phase] = max(self.peaks.get(phase, 0), self.memory.read())
 
     def read_rollout(self, number: int) -> list[Completion]:
         return load_rollout(self.replay[number - 1]) if self.mesh.is_first else []
@@ -244,7 +246,7 @@ class Trainer:
         timings = self.mesh.gather(self.policy.pipeline.timings())
         longest = max(t["step_s"] for t in timings)
         values = {
-            "pipeline/bubble_theory": self.policy.pipeline.theoretical_bubble(rows),
+            "pipeline/bubble_theory": self.policy.pipeline.theoretical_bubble(microbatches),
             "pipeline/bubble_measured": 1 - sum(t["busy_s"] for t in timings) / (longest * len(timings)),
             "pipeline/microbatches": microbatches, "pipeline/row_length": rows.shape[1],
             "pipeline/padding_share": rows.padding_share(), "pipeline/prompt_tokens_shared": rows.prompt_tokens_shared,
@@ -417,27 +419,15 @@ def export(trainer: Trainer) -> dict[str, Path]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    first = os.environ.get("RANK", "0") == "0"
-    try:
+    with refuse_in_one_sentence(say=os.environ.get("RANK", "0") == "0"):
         settings = parse_settings(argv)
-    except SettingsError as error:
-        if first:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     torch.manual_seed(settings.seed)
-    try:
+    with refuse_in_one_sentence():
         mesh = open_mesh(settings.device, settings.timeout)
-    except ValueError as error:  # fewer GPUs than processes
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     with fail_together(mesh):
         start_watch(mesh)
-        try:
+        with refuse_in_one_sentence(mesh):
             prepared = prepare(settings, mesh)
-        except ValueError as error:  # bad data or a bad model: the sentence says it all
-            if mesh.is_first or not isinstance(error, Refused):
-                print(f"error: {error}", file=sys.stderr, flush=True)
-            os._exit(2)
         if prepared[0].settings.dry_run:
             dry_run(prepared[0], prepared[1])
             return

@@ -5,7 +5,7 @@ import re
 import torch
 from ranks import quick_flags, train_ranks, training_folder
 
-from dry_run import PeakMemory
+from metrics import PeakMemory
 
 
 def test_peak_memory_starts_again_after_a_reset():

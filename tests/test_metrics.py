@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from metrics import Clock, Tracker, cut_lines, peak_memory_mib, rollout_metrics, speed_metrics
+from metrics import Clock, PeakMemory, Tracker, cut_lines, rollout_metrics, speed_metrics
 from rollout import Completion
 
 
@@ -116,7 +116,8 @@ def test_speeds_are_tokens_over_the_time_of_their_phase():
 
 
 def test_peak_memory_sees_what_was_allocated():
-    before = peak_memory_mib(torch.device("cpu"))
+    memory = PeakMemory(torch.device("cpu"))
+    before = memory.read() / 2**20
     held = torch.ones(int(before + 200) * 2**18)  # MiB of float32: more than the process ever held
-    assert peak_memory_mib(torch.device("cpu")) > before + 100
+    assert memory.read() / 2**20 > before + 100
     del held

@@ -57,7 +57,7 @@ def measure(mesh, schedules, rows, folder):
         pipeline.train_step(rows, lambda output, c: (output[..., 0] * c["weight"]).sum())
         path = pipeline.draw_timeline(folder / schedule, 7)
         assert (path is None) == (not mesh.is_first)
-        out[schedule] = pipeline.timeline, pipeline.step_s, pipeline.theoretical_bubble(rows)
+        out[schedule] = pipeline.timeline, pipeline.step_s, pipeline.theoretical_bubble(rows.shape[0])
     return out
 
 

@@ -11,7 +11,7 @@ padding every sequence to the longest would cost two to four times the work. A g
     predictor        .  .  .  .          3  4  5         3  7  8  9          .  .
 
 ``predictor`` is the place in the row whose hidden state predicts the token: the token before it, or the prompt's last.
-``stages.attention_mask`` turns these integers into who sees whom, so that only [M, T] integers ever travel.
+``attention.attention_mask`` turns these integers into who sees whom, so that only [M, T] integers ever travel.
 
 Left out: splitting one completion over two rows (T is at least the longest sequence).
 
@@ -159,15 +159,15 @@ def choose_row_length(
     completions: list[Completion], stages: int, share_prompts: bool, *, microbatch_size: int = 1,
     attention_cost: float = 1e-4, multiple: int = 16,
 ) -> int:
-    """T for a rollout: of the eight smallest sizes that hold the longest sequence, the one whose step is cheapest.
+    """T for a rollout: of two dozen sizes from the longest sequence up, the one whose step is cheapest.
 
-    Long rows waste less padding and hold whole groups, so fewer prompts are repeated; short rows cost less attention,
-    which looks at all T x T pairs, and make more microbatches M, so less bubble. With padding included in M * T:
+    Long rows waste less padding and hold whole groups, so fewer prompts are repeated; short rows cost less attention and
+    make more microbatches M, so less bubble. With padding included in M * T:
 
         cost(T) = M * (T * (1 + attention_cost * T) + 64) * (1 + (stages - 1) / M)
 
-    64 stands for what a microbatch costs beside its tokens. The sizes are ``multiple`` times 1, 2, 3, 4, 6, 8, 12, 16, ...,
-    so that allocators and kernels see the same shapes again.
+    64 stands for what a microbatch costs beside its tokens. Each size is an eighth above the one before, and is then cut
+    to its fullest row: groups of 528 tokens get rows of 528. All are multiples of ``multiple``.
 
     Args:
         attention_cost: of one more column, relative to the matrix products of a token (``stages.attention_cost``).
@@ -177,17 +177,26 @@ def choose_row_length(
         return multiple
     most = sum(lengths)  # one row holds everything
 
-    def cost(row_length: int) -> float:
-        blocks = make_blocks(completions, row_length, share_prompts)
-        rows = len(first_fit_decreasing([block_length(b, completions) for b in blocks], row_length))
+    def cut(row_length: int) -> tuple[int, int]:
+        """The length of the fullest row, and the number of rows; packed again at that length they stay the same."""
+        blocks = [block_length(b, completions) for b in make_blocks(completions, row_length, share_prompts)]
+        rows = first_fit_decreasing(blocks, row_length)
+        return _round_up(max(sum(blocks[b] for b in row) for row in rows), multiple), len(rows)
+
+    def cost(size: tuple[int, int]) -> float:
+        row_length, rows = size
         microbatches = max(math.ceil(rows / microbatch_size), stages)
         tokens = microbatch_size * row_length * (1 + attention_cost * row_length)
         return (tokens + 64) * (microbatches + stages - 1)
 
-    sizes = [round_up_to_bucket(max(lengths), multiple)]
-    while sizes[-1] < most and len(sizes) < 8:
-        sizes.append(round_up_to_bucket(sizes[-1] + 1, multiple))
-    return min(sizes, key=cost)
+    sizes = [_round_up(max(lengths), multiple)]
+    while sizes[-1] < most and len(sizes) < 24:
+        sizes.append(_round_up(sizes[-1] * 9 / 8, multiple))
+    return min(map(cut, sizes), key=cost)[0]
+
+
+def _round_up(length: float, multiple: int) -> int:
+    return math.ceil(length / multiple) * multiple
 
 
 def round_up_to_bucket(length: int, multiple: int = 16) -> int:

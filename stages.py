@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from attention import Tile, attend, attention_mask, cut_into_tiles
 from grpo_loss import token_logprobs
 
 SUPPORTED = ("qwen2", "qwen3", "llama", "mistral", "smollm3")
@@ -64,16 +65,20 @@ def check_architecture(config) -> None:
         )
 
 
-def plan_stages(config, count: int, split: list[int] | None = None) -> list[StageSpec]:
+def plan_stages(
+    config, count: int, split: list[int] | None = None, *, activation_checkpointing: bool = False
+) -> list[StageSpec]:
     """Spread the layers over ``count`` stages so that the slowest stage is as fast as it can be.
 
     The cost of a part is its number of matrix parameters, which is its FLOPs per token but for attention scores; the
-    embedding is a look-up and costs nothing. Layers are all alike, so giving each next layer to the stage that is
-    cheapest so far is optimal, and no layer is ever dropped: 5 layers on 2 stages are 3 + 2, 30 on 4 are 8 + 8 + 7 + 7
-    (small vocabulary); Qwen2.5-0.5B, whose head weighs 9.1 layers, becomes 17 + 7.
+    embedding is a look-up and costs nothing. The head counts 4/3, since it is computed again in backward: four products
+    where a layer has three, unless layers are recomputed too. Layers are all alike, so giving each next layer to the stage
+    that is cheapest so far is optimal, and no layer is ever dropped: 5 layers on 2 stages are 3 + 2, 30 on 4 are
+    8 + 8 + 7 + 7 (small vocabulary); Qwen2.5-0.5B, whose head weighs 12.2 layers, becomes 18 + 6.
 
     Args:
         split: layers per stage given by hand, e.g. ``[16, 8]``; they must add up.
+        activation_checkpointing: the layers are recomputed in backward.
 
     Raises:
         ValueError: unsupported architecture, fewer layers than stages, or a split that does not fit.
@@ -83,10 +88,11 @@ def plan_stages(config, count: int, split: list[int] | None = None) -> list[Stag
     if count < 1 or layers < count:
         raise ValueError(f"{layers} layers cannot fill {count} stages: start at most {layers} processes for this model")
     layer, head = _parameters_of_a_layer(config), config.vocab_size * config.hidden_size
+    head_cost = head if activation_checkpointing else head * 4 / 3
     if split is None:
         sizes = [1] * count
         costs = [float(layer)] * count
-        costs[-1] += head
+        costs[-1] += head_cost
         for _ in range(layers - count):
             cheapest = costs.index(min(costs))
             sizes[cheapest] += 1
@@ -98,7 +104,7 @@ def plan_stages(config, count: int, split: list[int] | None = None) -> list[Stag
                 f"split {','.join(map(str, split))} does not fit: {count} stages need {count} numbers of at least 1 "
                 f"that add up to the model's {layers} layers"
             )
-    whole = layer * layers + head
+    whole = layer * layers + head_cost
     specs, first = [], 0
     for index, size in enumerate(sizes):
         is_first, is_last = index == 0, index == count - 1
@@ -107,7 +113,7 @@ def plan_stages(config, count: int, split: list[int] | None = None) -> list[Stag
             parameters += head
         if is_last:
             parameters += config.hidden_size + (0 if is_first and config.tie_word_embeddings else head)
-        cost = (size * layer + (head if is_last else 0)) / whole
+        cost = (size * layer + (head_cost if is_last else 0)) / whole
         specs.append(StageSpec(index, count, first, first + size, parameters, cost))
         first += size
     return specs
@@ -136,27 +142,6 @@ def describe_plan(specs: list[StageSpec], config) -> str:
     return "\n".join(lines) + f"\nembeddings {config.vocab_size} x {config.hidden_size}{tied}"
 
 
-# ------------------------------------------------------------------------------------------------ masks
-def attention_mask(
-    position_ids: Tensor, segment_ids: Tensor, group_ids: Tensor, dtype: torch.dtype, window: int | None = None
-) -> Tensor:
-    """Who sees whom in packed rows: an additive mask [R, 1, T, T] (0 = sees, -inf = does not), shared by all layers.
-
-    A token sees the tokens before it of its own group that are the prompt (segment 0) or its own completion, so G
-    completions can stand behind one prompt. A padding token (group -1) sees itself only, since a row of the mask
-    without any entry would turn into NaN. ``window`` limits the distance in positions, not in places of the row.
-    """
-    place = torch.arange(segment_ids.shape[-1], device=segment_ids.device)
-    before = place[None, :, None] >= place[None, None, :]
-    same_group = group_ids[:, :, None] == group_ids[:, None, :]
-    same_text = (segment_ids[:, None, :] == 0) | (segment_ids[:, :, None] == segment_ids[:, None, :])
-    sees = before & same_group & same_text & (group_ids >= 0)[:, :, None]
-    if window is not None:
-        sees &= position_ids[:, :, None] - position_ids[:, None, :] < window
-    sees |= torch.eye(len(place), dtype=torch.bool, device=place.device)
-    return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, float("-inf"))[:, None]
-
-
 # ------------------------------------------------------------------------------------------------ the stage
 def _config_of_layers(config, first: int, end: int):
     """A copy of ``config`` that describes only layers [first, end): transformers looks per-layer lists up by place."""
@@ -171,10 +156,11 @@ def _config_of_layers(config, first: int, end: int):
 
 def _skeleton(config):
     """transformers' model of ``config`` without storage."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
+    AttentionInterface.register("tiled", attend)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(config, attn_implementation="tiled")
 
 
 class Stage(nn.Module):
@@ -207,6 +193,7 @@ class Stage(nn.Module):
         self.compute_dtype = compute_dtype or dtype
         self.temperature, self.head_chunk = temperature, head_chunk
         self.activation_checkpointing = activation_checkpointing
+        self.in_tiles = torch.device(device).type == "cpu"
         self.layer_types = getattr(part, "layer_types", None) or ["full_attention"] * part.num_hidden_layers
         self.window = getattr(config, "sliding_window", None)
         if config.model_type == "mistral" and self.window is not None:  # its configuration lists no layer types
@@ -280,6 +267,8 @@ class Stage(nn.Module):
             )
             for kind in set(self.layer_types)
         }
+        if self.in_tiles:
+            masks = {kind: cut_into_tiles(mask) for kind, mask in masks.items()}
         return self.run_layers(hidden, position_ids, masks)
 
     def score(self, hidden: Tensor, row: Tensor, predictor: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -296,11 +285,13 @@ class Stage(nn.Module):
         """Token ids [..., T] -> hidden states [..., T, H]; first stage only."""
         return self.embed_tokens(input_ids)
 
-    def run_layers(self, hidden: Tensor, position_ids: Tensor, masks: dict[str, Tensor], cache=None) -> Tensor:
+    def run_layers(
+        self, hidden: Tensor, position_ids: Tensor, masks: dict[str, Tensor | list[Tile]], cache=None
+    ) -> Tensor:
         """Hidden states [R, T, H] through this stage's layers.
 
         Args:
-            masks: additive masks [R, 1, T, S] by layer type (the distinct entries of ``self.layer_types``).
+            masks: additive masks [R, 1, T, S], or tiles, by layer type (the distinct entries of ``self.layer_types``).
             cache: an object with ``update(keys, values, layer)`` returning the keys and values to attend to.
         """
         rotary = self.rotary_emb(hidden, position_ids)

@@ -271,18 +271,31 @@ def test_buckets():
 @pytest.mark.parametrize("stages", (1, 2, 4))
 @pytest.mark.parametrize("share", (True, False))
 @pytest.mark.parametrize("attention_cost", (1e-5, 1e-3, 1e-1))
-def test_the_chosen_row_length_is_the_cheapest_bucket_that_holds_the_longest(stages, share, attention_cost):
+def test_the_chosen_row_length_is_the_cheapest_size_cut_to_its_fullest_row(stages, share, attention_cost):
     completions = random_rollout(10, 6, seed=8, longest=60)
     longest = max(map(len, completions))
     chosen = choose_row_length(completions, stages, share, attention_cost=attention_cost)
-    assert chosen >= longest and chosen == round_up_to_bucket(chosen)
+    assert chosen >= longest and chosen % 16 == 0
 
-    def cost(length):  # the docstring's formula, over the rows that ``pack`` really makes
-        m = pack(completions, length, share_prompts=share, rows_at_least=stages).shape[0]
+    def rows(length):  # that ``pack`` really makes
+        return pack(completions, length, share_prompts=share, rows_at_least=stages)
+
+    def cost(length):  # the docstring's formula
+        m = rows(length).shape[0]
         return m * (length * (1 + attention_cost * length) + 64) * (1 + (stages - 1) / m)
 
-    buckets = sorted({round_up_to_bucket(n) for n in range(longest, 4000)})[:8]
-    assert chosen in buckets and cost(chosen) == pytest.approx(min(map(cost, buckets)))
+    fullest = (rows(chosen).group_ids >= 0).sum(1).max().item()
+    assert chosen - fullest < 16
+    sizes = [math.ceil(longest / 16) * 16]
+    while len(sizes) < 24 and sizes[-1] < sum(map(len, completions)):
+        sizes.append(math.ceil(sizes[-1] * 9 / 8 / 16) * 16)
+    assert cost(chosen) <= min(map(cost, sizes)) * (1 + 1e-12)
+
+
+def test_rows_of_whole_groups_hold_no_padding():
+    groups = [completion(q, [5] * 16, [6] * 64, s) for q in range(8) for s in range(8)]
+    length = choose_row_length(groups, 1, True, attention_cost=5e-4)
+    assert length == 528 and pack(groups, length).padding_share() == 0
 
 
 def test_row_length_follows_its_reasons():
@@ -294,8 +307,8 @@ def test_row_length_follows_its_reasons():
     assert choose_row_length([], 4, True) == 16
     assert choose_row_length([completion(0, [5], [])], 4, True) == 16
     one = [completion(0, [5] * 100, [6] * 50)]
-    assert choose_row_length(one, 4, True) == 192
-    assert choose_row_length(one + [completion(1, [5] * 500, [])], 4, True) == 192  # what is left out needs no room
+    assert choose_row_length(one, 4, True) == 160
+    assert choose_row_length(one + [completion(1, [5] * 500, [])], 4, True) == 160  # what is left out needs no room
     assert length() == length()
 
 

@@ -61,7 +61,7 @@ class Settings:
     min_completion_tokens: int = _setting(0, "sampling", "no end of sequence before this many tokens")
     stop_strings: str = _setting("", "sampling", "texts that end a completion, separated by |, e.g. '</answer>|Question:'")
     temperature: float = _setting(1.0, "sampling", "sampling temperature; log-probs are taken at the same one")
-    sampler: str = _setting("rank0", "sampling", "rank0: a full model on the first stage; pipeline: the training stages themselves; module:Class: your own")
+    sampler: str = _setting("rank0", "sampling", "rank0: a full model on the first stage; replicas: one on every rank, each answers its share of the questions; pipeline: the training stages themselves; module:Class: your own")
     max_sequences_in_flight: int = _setting(0, "sampling", "sequences decoded at the same time; 0: all of a chunk")
     # loss
     loss: str = _setting("token_mean", "loss", "how token losses are put together", ("token_mean", "seq_mean", "dr_grpo", "gspo", "cispo"))
@@ -174,7 +174,7 @@ def check_settings(s: Settings, world_size: int) -> None:
     refuse(s.reference_update_fraction > 0 and s.beta == 0, "--reference_update_fraction needs a reference: set --beta above 0")
     refuse(s.overlong_weight > 0 and not 0 < s.overlong_margin <= s.max_completion_tokens, f"--overlong_margin is {s.overlong_margin}: give 1 to --max_completion_tokens {s.max_completion_tokens}")
     refuse(s.chunk_size and s.batch_size % s.chunk_size, f"--batch_size {s.batch_size} is not divisible by --chunk_size {s.chunk_size}: choose a divisor")
-    refuse(s.sampler not in ("rank0", "pipeline") and ":" not in s.sampler, f"--sampler {s.sampler} is unknown: give rank0, pipeline or module:Class")
+    refuse(s.sampler not in ("rank0", "replicas", "pipeline") and ":" not in s.sampler, f"--sampler {s.sampler} is unknown: give rank0, replicas, pipeline or module:Class")
     refuse(s.row_length and s.row_length <= s.max_completion_tokens, f"--row_length {s.row_length} must exceed --max_completion_tokens {s.max_completion_tokens} by the longest prompt, or be 0")
     refuse(bool(s.columns) and any("=" not in pair for pair in s.columns.split(",")), f"--columns {s.columns} is not of the form question=problem,answer=solution")
     try:
@@ -182,7 +182,7 @@ def check_settings(s: Settings, world_size: int) -> None:
     except ValueError as error:
         raise SettingsError(str(error)) from None
     stages, each = world_size * per_rank, f", of {per_rank} stages each" if per_rank > 1 else ""
-    refuse(s.sampler == "pipeline" and per_rank > 1, f"--sampler pipeline decodes with one stage on a rank, but --schedule {s.schedule} has {per_rank}: use --sampler rank0 or another schedule")
+    refuse(s.sampler == "pipeline" and per_rank > 1, f"--sampler pipeline decodes with one stage on a rank, but --schedule {s.schedule} has {per_rank}: use --sampler rank0, replicas or another schedule")
     if s.split:
         refuse(not all(n.strip().isdigit() for n in s.split.split(",")), f"--split {s.split} is not a list of layer counts such as 16,8")
         refuse(len(s.split_sizes()) != stages, f"--split {s.split} names {len(s.split_sizes())} stages but {world_size} processes run{each}: " + ("name as many numbers as stages" if each else "start as many processes as numbers"))

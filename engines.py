@@ -38,7 +38,7 @@ def load_engine(name: str) -> type[Engine]:
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
-        raise ValueError(f"sampler {name!r} must be rank0, pipeline or module:Class")
+        raise ValueError(f"sampler {name!r} must be rank0, replicas, pipeline or module:Class")
     try:
         engine = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

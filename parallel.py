@@ -235,31 +235,35 @@ def clip_gradients(stage, mesh: Mesh, max_norm: float) -> tuple[float, list[floa
 
 # ------------------------------------------------------------------------------------------------ weights
 @torch.no_grad()
-def send_weights(stage, target, mesh: Mesh, mixup: float = 1.0) -> None:
+def send_weights(stage, target, mesh: Mesh, mixup: float = 1.0, *, to_all: bool = False) -> None:
     """Move ``target``, a one-stage model on the first stage's rank (None on the others), to the stages' weights.
 
     target = (1 - mixup) * target + mixup * stages; the default is a plain copy. Every stage sends one flat buffer, in the
     target's dtype, so that a few large messages do the work of hundreds.
+
+    Args:
+        to_all: every rank has a ``target``.
     """
     dtype = mesh.broadcast(target.dtype if mesh.is_first else None)
     tensors = stage.export_tensors()
-    if mesh.is_first:
-        destination = target.export_tensors()
-        for name, tensor in tensors.items():
-            _move(destination[name], tensor.to(dtype), mixup)
-        for source in range(1, mesh.stages):
-            names, sizes = mesh.broadcast(None, source)
+    destination = {} if target is None else target.export_tensors()
+    for source in range(mesh.stages):
+        mine = source == mesh.stage
+        names, sizes = mesh.broadcast((list(tensors), [t.numel() for t in tensors.values()]) if mine else None, source)
+        if mine:
+            flat = torch.cat([t.to(dtype).flatten() for t in tensors.values()])
+        elif target is not None:
             flat = torch.empty(sum(sizes), dtype=dtype, device=mesh.device)
+        else:
+            continue
+        if to_all:
+            dist.broadcast(flat, group_src=source, group=mesh.pp_group)
+        elif mine and not mesh.is_first:
+            dist.send(flat, group_dst=0, group=mesh.pp_group)
+        elif not mine:
             dist.recv(flat, group_src=source, group=mesh.pp_group)
-            for name, part in zip(names, flat.split(sizes)):
-                _move(destination[name], part.view_as(destination[name]), mixup)
-    else:
-        for source in range(1, mesh.stages):
-            mine = source == mesh.stage
-            mesh.broadcast((list(tensors), [t.numel() for t in tensors.values()]) if mine else None, source)
-            if mine:
-                flat = torch.cat([t.to(dtype).flatten() for t in tensors.values()])
-                dist.send(flat, group_dst=0, group=mesh.pp_group)
+        for name, part in zip(names, flat.split(sizes)) if target is not None else ():
+            _move(destination[name], part.view_as(destination[name]), mixup)
 
 
 def _move(target: Tensor, source: Tensor, mixup: float) -> None:

@@ -38,7 +38,7 @@ class Workload:
     compute_dtype: torch.dtype = torch.float32
     activation_checkpointing: bool = False
     offload_optimizer: bool = False
-    sampler: str = "rank0"  # or pipeline
+    sampler: str = "rank0"  # replicas or pipeline
     sequences: int = 64  # decoded at the same time
     sequence_length: int = 1024  # prompt and completion
     reference: str = ""  # rank0, pipeline, or none
@@ -203,10 +203,11 @@ def rank_memory(config, specs: list[StageSpec], work: Workload) -> list[RankMemo
         if config.tie_word_embeddings and len(held) > 1 and held[0].is_first and held[-1].is_last:
             parameters -= config.vocab_size * config.hidden_size  # one parameter, used twice
         own_model = work.sampler == "pipeline" or work.count == 1
-        copies = whole * small if rank == 0 and not own_model else 0
+        has_copy = not own_model and (rank == 0 or work.sampler == "replicas")
+        copies = whole * small * has_copy
         if work.reference and not work.offload_reference:
             copies += parameters * size if work.reference == "pipeline" else whole * size * (rank == 0)
-        layers = sum(s.end_layer - s.first_layer for s in held) if own_model else config.num_hidden_layers * (rank == 0)
+        layers = sum(s.end_layer - s.first_layer for s in held) if own_model else config.num_hidden_layers * has_copy
         out.append(RankMemory(
             weights=parameters * size, gradients=parameters * size,
             optimizer=0 if work.offload_optimizer else 2 * parameters * size,
@@ -221,9 +222,11 @@ def row_flops(config, spec: StageSpec, row_length: int) -> float:
     whole = plan_stages(config, 1)[0]
     head = config.vocab_size * config.hidden_size
     embeddings = head * (1 if config.tie_word_embeddings else 2)
-    matrices = spec.cost * (whole.parameters - config.hidden_size - embeddings + head)
+    layer = (whole.parameters - config.hidden_size - embeddings) / config.num_hidden_layers
+    layers = spec.end_layer - spec.first_layer
+    matrices = layers * layer + head * spec.is_last
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    scores = 2 * config.num_attention_heads * head_dim * row_length * (spec.end_layer - spec.first_layer)
+    scores = 2 * config.num_attention_heads * head_dim * row_length * layers
     return 3 * 2 * (matrices + scores) * row_length
 
 
@@ -306,8 +309,8 @@ def main(argv: list[str] | None = None) -> str:
     parser.add_argument("--compute_dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--activation_checkpointing", default="none", choices=("none", "full"))
     parser.add_argument("--offload_optimizer", action="store_true")
-    parser.add_argument("--sampler", default="rank0", choices=("rank0", "pipeline"))
-    parser.add_argument("--sequences", type=int, default=64, help="decoded at the same time")
+    parser.add_argument("--sampler", default="rank0", choices=("rank0", "replicas", "pipeline"))
+    parser.add_argument("--sequences", type=int, default=64, help="decoded at the same time by one engine")
     parser.add_argument("--sequence_length", type=int, default=1024, help="prompt and completion, for the caches")
     parser.add_argument("--reference", default="", choices=("", "rank0", "pipeline"))
     parser.add_argument("--offload_reference", action="store_true")
@@ -316,13 +319,14 @@ def main(argv: list[str] | None = None) -> str:
         config = load_config(a.model)
         per_rank = stages_per_rank(a.schedule, a.stages_per_rank)
         split = [int(n) for n in a.split.split(",")] if a.split else None
-        specs = plan_stages(config, a.stages * per_rank, split)
+        recomputes = a.activation_checkpointing == "full"
+        specs = plan_stages(config, a.stages * per_rank, split, activation_checkpointing=recomputes)
         work = Workload(
             ranks=a.stages, schedule=a.schedule, per_rank=per_rank,
             microbatches=microbatches_run(a.schedule, a.stages, a.microbatches), microbatch_size=a.microbatch_size,
             row_length=a.row_length, dtype=getattr(torch, a.dtype), compute_dtype=getattr(torch, a.compute_dtype),
-            activation_checkpointing=a.activation_checkpointing == "full", offload_optimizer=a.offload_optimizer,
-            sampler=a.sampler, sequences=a.sequences, sequence_length=a.sequence_length, reference=a.reference,
+            activation_checkpointing=recomputes, offload_optimizer=a.offload_optimizer, sampler=a.sampler,
+            sequences=a.sequences, sequence_length=a.sequence_length, reference=a.reference,
             offload_reference=a.offload_reference,
         )
         text = describe(config, specs, work, a.gpu_memory)

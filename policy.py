@@ -1,8 +1,9 @@
 """The policy on this rank: the stage that is trained, the sampler that draws from it, and its frozen reference.
 
 Which of them lives where follows from the settings. ``--sampler rank0`` keeps a second, whole copy of the weights on the
-first stage's rank, refreshed after every update; ``--sampler pipeline`` samples with the training stages themselves. With
-one stage the sampler is the policy. The reference stands beside either, and only when ``beta`` asks for one.
+first stage's rank, refreshed after every update; ``--sampler replicas`` keeps one on every rank, each of which answers its
+share of the questions; ``--sampler pipeline`` samples with the training stages themselves. With one stage the sampler is
+the policy. The reference stands beside any of them, and only when ``beta`` asks for one.
 """
 
 from __future__ import annotations
@@ -39,13 +40,19 @@ class Policy:
         self.config = load_config(model)
         per_rank = stages_per_rank(settings.schedule, settings.stages_per_rank)
         self.ranks = rank_of_stages(settings.schedule, mesh.stages, per_rank)
-        self.plan = plan_stages(self.config, len(self.ranks), settings.split_sizes())
+        self.recomputes = settings.activation_checkpointing == "full"
+        self.plan = plan_stages(
+            self.config, len(self.ranks), settings.split_sizes(), activation_checkpointing=self.recomputes
+        )
         self.attention_cost = attention_cost(self.config)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.stop_ids = stop_ids(model, self.config, self.tokenizer)
         pad = self.tokenizer.pad_token_id
         self.pad_id = pad if pad is not None else min(self.stop_ids, default=0)
-        self.landing: Stage | None = None  # a whole model on the first rank, where the stages' weights arrive
+        self.landing: Stage | None = None  # a whole model, where the stages' weights arrive
+        self.samples_itself = settings.sampler == "pipeline" or (
+            len(self.plan) == 1 and settings.sampler in ("rank0", "replicas")
+        )
         self.reference: Reference | None = None
         self.updates = self.skipped = self.bad_in_a_row = 0
 
@@ -92,13 +99,16 @@ class Policy:
         The rows of a rollout are chosen later and may be longer; four microbatches a rank are assumed.
         """
         s, mesh = self.settings, self.mesh
+        questions = s.chunk_size or s.batch_size  # that are answered at once
+        if s.sampler == "replicas":
+            questions = math.ceil(questions / mesh.stages)
         work = Workload(
             ranks=mesh.stages, schedule=s.schedule, per_rank=len(self.ranks) // mesh.stages,
             microbatches=microbatches_run(s.schedule, mesh.stages, 4 * mesh.stages), microbatch_size=s.microbatch_size,
             row_length=s.row_length or round_up_to_bucket(longest), dtype=self.stage.dtype,
-            compute_dtype=self.stage.compute_dtype, activation_checkpointing=s.activation_checkpointing == "full",
+            compute_dtype=self.stage.compute_dtype, activation_checkpointing=self.recomputes,
             offload_optimizer=s.offload_optimizer and mesh.device.type == "cuda", sampler=s.sampler,
-            sequences=min(s.max_sequences_in_flight or 10**9, (s.chunk_size or s.batch_size) * s.group_size),
+            sequences=min(s.max_sequences_in_flight or 10**9, questions * s.group_size),
             sequence_length=longest, reference=s.reference if s.beta > 0 else "",
             offload_reference=s.offload_reference and mesh.device.type == "cuda",
         )
@@ -119,28 +129,35 @@ class Policy:
         return Stage(
             self.config, spec, device=device, dtype=compute_dtype if in_compute_dtype else dtype,
             compute_dtype=compute_dtype, temperature=s.temperature,
-            activation_checkpointing=s.activation_checkpointing == "full",
+            activation_checkpointing=self.recomputes,
         )
 
     def make_sampler(self):
         """The engine on this rank, or None where the first stage's rank samples alone."""
         s, mesh = self.settings, self.mesh
         common = dict(eos_ids=self.stop_ids, pad_id=self.pad_id, decode=self.tokenizer.decode)
-        if len(self.plan) == 1 and s.sampler in ("rank0", "pipeline"):
-            return Sampler(self.stage, **common)  # the policy itself: nothing to copy
-        if s.sampler == "pipeline":
-            return Sampler(self.stage, link=Link(mesh.pp_group, mesh.device, mesh.control_group), **common)
-        engine = Sampler if s.sampler == "rank0" else load_engine(s.sampler)
-        if not mesh.is_first:
+        if self.samples_itself:  # nothing to copy
+            link = Link(mesh.pp_group, mesh.device, mesh.control_group) if mesh.stages > 1 else None
+            return Sampler(self.stage, link=link, **common)
+        engine = Sampler if s.sampler in ("rank0", "replicas") else load_engine(s.sampler)
+        if not mesh.is_first and s.sampler != "replicas":
             return None
         self.landing = self.make_stage(plan_stages(self.config, 1)[0], in_compute_dtype=True).requires_grad_(False)
         if engine is Sampler:
             return Sampler(self.landing, **common)
         return engine(self.model, device=mesh.device, dtype=self.landing.dtype, **common)
 
-    def generate(self, prompts: list[list[int]], **arguments) -> list[Completion]:
-        """Completions on the first stage's rank; call on every stage with the same arguments."""
-        return [] if self.sampler is None else self.sampler.generate(prompts, **arguments)
+    def generate(self, prompts: list[list[int]], *, first_question: int = 0, **arguments) -> list[Completion]:
+        """Completions on the first stage's rank; call on every stage with the same arguments, which are ``Sampler.generate``'s.
+
+        Replicas take consecutive questions each. Every sequence has random numbers of its own, so who draws it changes
+        nothing.
+        """
+        if self.samples_itself or self.settings.sampler != "replicas":
+            return [] if self.sampler is None else self.sampler.generate(prompts, first_question=first_question, **arguments)
+        first, end = (len(prompts) * place // self.mesh.stages for place in (self.mesh.stage, self.mesh.stage + 1))
+        drawn = self.sampler.generate(prompts[first:end], first_question=first_question + first, **arguments)
+        return [c for share in self.mesh.gather(drawn) for c in share]
 
     def optimize(self, total_updates: int, loss: float | None = None) -> dict[str, float]:
         """One update from the gradients of all stages; left out everywhere when they or the loss are not finite.
@@ -182,12 +199,12 @@ class Policy:
             RuntimeError: the weights that arrived are not those that were sent.
         """
         mesh = self.mesh
-        if self.settings.sampler == "pipeline" or (len(self.plan) == 1 and self.settings.sampler == "rank0"):
+        if self.samples_itself:
             self.sampler.version = self.updates
             return {"sampler/weight_version": self.updates}
-        send_weights(self.stage, self.landing, mesh)
+        send_weights(self.stage, self.landing, mesh, to_all=self.settings.sampler == "replicas")
         sent = sum(mesh.gather(checksum(self.stage))) % 2**63
-        if not mesh.is_first:
+        if self.landing is None:
             return {}
         arrived = checksum(self.landing)
         if self.landing.dtype == self.stage.dtype and arrived != sent:

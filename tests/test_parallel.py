@@ -133,19 +133,19 @@ def test_untied_gradients_stay_apart_and_a_missing_one_counts_as_zero():
 
 
 # ------------------------------------------------------------------------------------------------ weights on their way
-def sent(mesh, cases):
+def sent(mesh, cases, to_all):
     out = []
     for policy, old, mixup, dtype in cases:
         stage = stage_of(policy, mesh.stages, mesh.stage)
-        target = stage_of(old).to(dtype) if mesh.is_first else None
+        target = stage_of(old).to(dtype) if mesh.is_first or to_all else None
         if target is not None:
             target.dtype = dtype
         before = [p.clone() for p in stage.parameters()]
-        send_weights(stage, target, mesh, mixup)
+        send_weights(stage, target, mesh, mixup, to_all=to_all)
         assert all(torch.equal(p, b) for p, b in zip(stage.parameters(), before))  # the policy itself is not touched
         sums = mesh.gather(checksum(stage))
         got = None
-        if mesh.is_first:
+        if target is not None:
             want = dict(policy.named_parameters())
             start = dict(old.named_parameters())
             arrived = target.export_tensors()
@@ -163,8 +163,9 @@ def sent(mesh, cases):
     return out
 
 
+@pytest.mark.parametrize("to_all", (False, True))
 @pytest.mark.parametrize("stages", (1, 2, 3, 4))
-def test_weights_arrive_bit_equal_or_mixed_from_any_number_of_stages(stages):
+def test_weights_arrive_bit_equal_or_mixed_from_any_number_of_stages(stages, to_all):
     models = {
         (kind, tied, seed, dtype): whole_model(small_config(kind, tied=tied), dtype, seed=seed)
         for kind, tied in (("qwen2", True), ("qwen3", False))
@@ -176,12 +177,14 @@ def test_weights_arrive_bit_equal_or_mixed_from_any_number_of_stages(stages):
             cases.append((models[kind, tied, 0, dtype], models[kind, tied, 5, dtype], mixup, dtype))
         for dtype in (torch.float32, torch.bfloat16):
             cases.append((models[kind, tied, 0, torch.float32], models[kind, tied, 5, torch.float32], 1.0, dtype))
-    ranks = run_ranks(stages, sent, cases)
-    for rank in ranks:
+    ranks = run_ranks(stages, sent, cases, to_all)
+    for place, rank in enumerate(ranks):
+        assert all((got is not None) == (to_all or place == 0) for got, _ in rank)
         for (got, _), (_, _, mixup, dtype) in zip(rank, cases):
             if got is not None:
                 assert got[0] < 1e-14 if dtype == torch.float64 else got[0] == 0
-    for (got, total), (policy, old, mixup, dtype) in zip(ranks[0], cases):
+    arrived = [(pair, case) for rank in (ranks if to_all else ranks[:1]) for pair, case in zip(rank, cases)]
+    for (got, total), (policy, old, mixup, dtype) in arrived:
         if mixup == 1 and dtype == policy.dtype:  # the same bits: the sum over the stages is that of the whole
             assert got[1] == total == checksum(stage_of(policy))
         elif mixup == 0:

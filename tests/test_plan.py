@@ -178,6 +178,8 @@ def test_copies_and_caches_stand_where_the_settings_put_them():
     cache = 2 * 2 * 16 * 4 * 32 * 4  # keys and values of a layer: 2 heads of 16, 4 sequences of 32, float32
     first, last = memory()
     assert (first.copies, last.copies, first.caches, last.caches) == (whole * 4, 0, 8 * cache, 0)
+    first, last = memory(sampler="replicas")
+    assert (first.copies, last.copies, first.caches, last.caches) == (whole * 4, whole * 4, 8 * cache, 8 * cache)
     first, last = memory(sampler="pipeline", reference="pipeline")
     assert (first.copies, last.copies) == (first.weights, last.weights)
     assert (first.caches, last.caches) == tuple((s.end_layer - s.first_layer) * cache for s in specs)

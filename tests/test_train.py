@@ -68,6 +68,7 @@ SAME_ON_ANY_LAYOUT = (
         ("--beta", "0.1", "--reference_update_fraction", "0.2", "--reference_mixup", "0.5"),
         ("--beta", "0.1", "--reference", "pipeline", "--sampler", "pipeline", "--loss", "gspo"),
         ("--share_prompts", "off", "--microbatch_size", "2", "--chunk_size", "2"),
+        ("--sampler", "replicas", "--chunk_size", "2", "--grpo_iterations", "2"),
     ],
 )
 def test_stages_draw_the_same_curve(model, tmp_path, more):
@@ -88,6 +89,30 @@ def test_stages_draw_the_same_curve(model, tmp_path, more):
         assert split_weights.keys() == weights.keys()
         for name, tensor in weights.items():
             assert torch.allclose(split_weights[name], tensor, rtol=0, atol=2e-5), name
+
+
+def draw_once(mesh, argv):
+    trainer, questions, _ = prepare(parse_settings(argv), mesh)
+    sampler, asked = trainer.policy.sampler, []
+    inner = sampler.generate
+
+    def generate(prompts, **more):
+        asked.append((more["first_question"], len(prompts)))
+        return inner(prompts, **more)
+
+    sampler.generate = generate
+    drawn = trainer.sample(1, questions[:4])
+    return asked, sampler.version, [(c.question, c.sample, c.ids, c.text) for c in drawn]
+
+
+def test_replicas_answer_their_share_of_the_questions(model, tmp_path):
+    argv = arguments(model, tmp_path / "run", "--sampler", "replicas", "--dtype", "float64")
+    [(asked, _, alone)] = run_ranks(1, draw_once, argv)
+    assert asked == [(0, 4)]
+    ranks = run_ranks(3, draw_once, argv)
+    assert [asked for asked, _, _ in ranks] == [[(0, 1)], [(1, 1)], [(2, 2)]]
+    assert [version for _, version, _ in ranks] == [0, 0, 0]
+    assert ranks[0][2] == alone and len(alone) == 16
 
 
 def test_B12_T14_shaping_terms_are_weighted_and_raw_correctness_stands_beside_them(model, tmp_path):

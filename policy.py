@@ -41,9 +41,7 @@ class Policy:
         per_rank = stages_per_rank(settings.schedule, settings.stages_per_rank)
         self.ranks = rank_of_stages(settings.schedule, mesh.stages, per_rank)
         self.recomputes = settings.activation_checkpointing == "full"
-        self.plan = plan_stages(
-            self.config, len(self.ranks), settings.split_sizes(), activation_checkpointing=self.recomputes
-        )
+        self.balance(prompt_tokens=0)
         self.attention_cost = attention_cost(self.config)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.stop_ids = stop_ids(model, self.config, self.tokenizer)
@@ -55,6 +53,16 @@ class Policy:
         )
         self.reference: Reference | None = None
         self.updates = self.skipped = self.bad_in_a_row = 0
+
+    def balance(self, prompt_tokens: float) -> None:
+        """Plan the stages for prompts of so many tokens and completions of half their limit; before ``load``."""
+        s = self.settings
+        completions = s.group_size * s.max_completion_tokens / 2
+        prompts = prompt_tokens * (1 if s.share_prompts else s.group_size)
+        self.plan = plan_stages(
+            self.config, len(self.ranks), s.split_sizes(), activation_checkpointing=self.recomputes,
+            head_share=completions / (prompts + completions),
+        )
 
     def load(self) -> None:
         """Allocate and fill what this rank holds.

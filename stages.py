@@ -66,7 +66,7 @@ def check_architecture(config) -> None:
 
 
 def plan_stages(
-    config, count: int, split: list[int] | None = None, *, activation_checkpointing: bool = False
+    config, count: int, split: list[int] | None = None, *, activation_checkpointing: bool = False, head_share: float = 1.0
 ) -> list[StageSpec]:
     """Spread the layers over ``count`` stages so that the slowest stage is as fast as it can be.
 
@@ -79,6 +79,8 @@ def plan_stages(
     Args:
         split: layers per stage given by hand, e.g. ``[16, 8]``; they must add up.
         activation_checkpointing: the layers are recomputed in backward.
+        head_share: of the tokens in packed rows, those that go through the head: completion tokens. Short answers to long
+            prompts make the head cheap.
 
     Raises:
         ValueError: unsupported architecture, fewer layers than stages, or a split that does not fit.
@@ -88,7 +90,7 @@ def plan_stages(
     if count < 1 or layers < count:
         raise ValueError(f"{layers} layers cannot fill {count} stages: start at most {layers} processes for this model")
     layer, head = _parameters_of_a_layer(config), config.vocab_size * config.hidden_size
-    head_cost = head if activation_checkpointing else head * 4 / 3
+    head_cost = head_share * (head if activation_checkpointing else head * 4 / 3)
     if split is None:
         sizes = [1] * count
         costs = [float(layer)] * count

@@ -302,6 +302,8 @@ def prepare(settings: Settings, mesh: Mesh) -> tuple[Trainer, list[Question], li
         return questions, held_out
 
     questions, held_out = refuse_together(mesh, read_questions)
+    lengths = [len(q.prompt_ids) for q in questions]
+    policy.balance(mesh.broadcast(sum(lengths) / max(1, len(lengths))))
     policy.load()
     trainer = Trainer(settings, policy)
     trainer.replay = mesh.broadcast(replayed)

@@ -86,6 +86,8 @@ def test_a_large_vocabulary_takes_layers_off_the_last_stage():
     head, layer = 151936 * 896, 14_912_384
     assert specs[0].parameters == 18 * layer + head
     assert specs[1].parameters == 6 * layer + head + 896
+    short = plan_stages(QWEN_05B, 2, head_share=0.25)  # answers of a quarter of the tokens: the head weighs 3.043 layers
+    assert sizes(short) == [14, 10] and [s.cost for s in short] == pytest.approx([14 / 27.043, 13.043 / 27.043], abs=1e-4)
     again = plan_stages(QWEN_05B, 2, activation_checkpointing=True)  # then the layers are computed four times too
     assert sizes(again) == [17, 7] and [s.cost for s in again] == pytest.approx([17 / 33.129, 16.129 / 33.129], abs=1e-4)
     assert plan_stages(QWEN_05B, 1)[0].parameters == 24 * layer + head + 896  # the tied head is there only once

@@ -115,6 +115,23 @@ def test_replicas_answer_their_share_of_the_questions(model, tmp_path):
     assert ranks[0][2] == alone and len(alone) == 16
 
 
+def split_of(mesh, argv):
+    trainer, _, _ = prepare(parse_settings(argv), mesh)
+    return [s.end_layer - s.first_layer for s in trainer.policy.plan], len(trainer.policy.stage.layers)
+
+
+def test_short_answers_to_long_prompts_leave_the_last_stage_more_layers(tmp_path):
+    """A head of 1000 entries, computed four times, weighs 5.5 of 8 layers, or 0.3 when it sees one token of twenty."""
+    model = model_folder(tmp_path / "model", layers=8, vocabulary=1000)
+    rows = [json.dumps({"question": "Say it again. " * 6 + str(i), "answer": i}) for i in range(40)]
+    (model / "questions.jsonl").write_text("\n".join(rows))
+    for tokens, want in (("2", [4, 4]), ("150", [6, 2])):
+        argv = arguments(model, tmp_path / tokens, "--max_completion_tokens", tokens)
+        assert run_ranks(2, split_of, argv) == [(want, want[0]), (want, want[1])]
+    given = arguments(model, tmp_path / "given", "--max_completion_tokens", "2", "--split", "5,3")
+    assert run_ranks(2, split_of, given)[0][0] == [5, 3]
+
+
 def test_B12_T14_shaping_terms_are_weighted_and_raw_correctness_stands_beside_them(model, tmp_path):
     more = ("--format_weight", "0.5", "--overlong_weight", "0.25", "--overlong_margin", "6", "--repetition_weight", "0.1")
     lines, _ = run_curve(2, model, tmp_path / "run", *more)

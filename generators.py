@@ -7,7 +7,7 @@ about 20 % of all questions into validation.
 
 | task | asks for | difficulty (defaults) |
 |---|---|---|
-| multiplication | 34 * 7 | min_a=10 max_a=99 min_b=2 max_b=9 (720 pairs, 144 of them validation); bare=1 |
+| multiplication | 34 * 7 | min_a=10 max_a=99 min_b=2 max_b=9 (720 pairs, 144 of them validation) |
 | char_count | how often a letter occurs in some words | min_words=1 max_words=2 |
 | scheduling | the least total time of tasks with prerequisites | min_tasks=3 max_tasks=6 max_duration=10 max_deps=4 |
 | chain_sum | 12 + 7 - 30 | min_terms=2 max_terms=4 digits=2 |
@@ -119,13 +119,8 @@ def _row(question, answer, verify_type, **more):
     return {"question": question, "answer": str(answer), "verify_type": verify_type, **more}
 
 
-def multiplication(n=None, seed=0, split=None, bare=0, **difficulty):
-    """The first n products of the ranges in an order shuffled by the seed; n=None: every one of the split.
-
-    bare=1 asks the same as "34 * 7" instead of "What is 34 * 7?", for models that continue a text.
-    """
-    if bare not in (0, 1):
-        raise ValueError(f"multiplication needs 0 or 1 for bare, not {bare!r}.")
+def multiplication(n=None, seed=0, split=None, **difficulty):
+    """The first n products of the ranges in an order shuffled by the seed; n=None: every one of the split."""
     known = {"min_a": 10, "max_a": 99, "min_b": 2, "max_b": 9}
     _check_difficulty("multiplication", difficulty, known)
     d = known | difficulty
@@ -137,8 +132,7 @@ def multiplication(n=None, seed=0, split=None, bare=0, **difficulty):
     random.Random(seed).shuffle(rows)
     if n is None:
         n = sum(split is None or in_validation(row["question"]) == (split == "validation") for row in rows)
-    rows = _different(n, split, rows, "multiplication")
-    return [row | {"question": row["question"][len("What is ") : -1]} for row in rows] if bare else rows
+    return _different(n, split, rows, "multiplication")
 
 
 @_endless

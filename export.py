@@ -117,6 +117,7 @@ def _write_shard(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> 
 
     tensors = {name: tensor.to(dtype).cpu().contiguous() for name, tensor in tensors.items()}
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read: what the umask gives the folder
     return path.name, list(tensors), sum(t.numel() * t.element_size() for t in tensors.values())
 
 

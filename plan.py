@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedules import SCHEDULES, microbatches_run, order, rank_of_stages, stages_per_rank, theoretical_bubble
-from stages import Stage, StageSpec, describe_plan, load_config, plan_stages
+from split import StageSpec, describe_plan, plan_stages
+from stages import Stage, load_config
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from rollout import Completion, round_up_to_bucket
 from sampler import Link, Sampler, stop_ids
 from plan import Workload, describe
 from schedules import microbatches_run, rank_of_stages, stages_per_rank
-from stages import Stage, Stages, StageSpec, attention_cost, load_config, load_weights, plan_stages
+from split import StageSpec, attention_cost, plan_stages
+from stages import Stage, Stages, load_config, load_weights
 
 
 class Policy:

@@ -170,7 +170,7 @@ def choose_row_length(
     to its fullest row: groups of 528 tokens get rows of 528. All are multiples of ``multiple``.
 
     Args:
-        attention_cost: of one more column, relative to the matrix products of a token (``stages.attention_cost``).
+        attention_cost: of one more column, relative to the matrix products of a token (``split.attention_cost``).
     """
     lengths = [len(c) for c in completions if c.ids]
     if not lengths:

@@ -39,7 +39,8 @@ from parallel import Mesh, open_mesh  # noqa: E402
 from pipeline import Pipeline  # noqa: E402
 from rollout import Completion, Rows, choose_row_length, pack  # noqa: E402
 from schedules import SCHEDULES, bubble, rank_of_stages, stages_per_rank, theoretical_bubble  # noqa: E402
-from stages import Stage, Stages, attention_cost, plan_stages  # noqa: E402
+from split import attention_cost, plan_stages  # noqa: E402
+from stages import Stage, Stages  # noqa: E402
 
 
 def model(quick: bool, vocabulary: int = 32_000, layers: int = 12) -> Qwen2Config:

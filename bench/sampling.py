@@ -34,7 +34,8 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 
 from drawing import Sampling  # noqa: E402
 from sampler import Link, Sampler  # noqa: E402
-from stages import Stage, plan_stages  # noqa: E402
+from split import plan_stages  # noqa: E402
+from stages import Stage  # noqa: E402
 
 SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "5 M": (256, 704, 6, 4, 2, 2048),

@@ -96,7 +96,8 @@ def whole_model(config, dtype=torch.float64, seed: int = 0):
 
 def stage_of(model, count: int = 1, index: int = 0, split=None, **more):
     """Stage ``index`` of ``count`` with the weights of transformers' ``model``."""
-    from stages import Stage, plan_stages
+    from split import plan_stages
+    from stages import Stage
 
     spec = plan_stages(model.config, count, split)[index]
     stage = Stage(model.config, spec, dtype=model.dtype, **more)

@@ -1,6 +1,7 @@
 """The exported folder is a plain Hugging Face model: same logits, same tie, same dtype, same stops, same template."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from ranks import model_folder, run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from export import export_model
-from stages import Stage, load_config, load_weights, plan_stages
+from split import plan_stages
+from stages import Stage, load_config, load_weights
 
 
 def trained_stage(mesh, model, folder, dtype=torch.float32):
@@ -99,3 +101,13 @@ def test_E07_tied_copies_that_differ_are_not_exported(tmp_path):
 
     run_ranks(2, drifted)
     assert not (tmp_path / "out").exists()
+
+
+def test_whoever_may_read_the_folder_may_read_every_file_in_it(tmp_path):
+    source, umask = model_folder(tmp_path / "source"), os.umask(0o027)
+    try:
+        run_ranks(2, trained_stage, str(source), tmp_path / "out")
+    finally:
+        os.umask(umask)
+    files = {f.name: f.stat().st_mode & 0o777 for f in (tmp_path / "out").iterdir() if f.suffix in (".safetensors", ".json")}
+    assert len(files) >= 5 and set(files.values()) == {0o640}, files

@@ -13,7 +13,8 @@ from policy import OffloadedAdamW
 from ranks import random_rollout, run_ranks, small_config, stage_of, whole_model
 from reference import Reference
 from rollout import Rows, pack
-from stages import Stage, plan_stages
+from split import plan_stages
+from stages import Stage
 from test_plan import full_rows
 
 

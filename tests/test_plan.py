@@ -18,7 +18,8 @@ from plan import Workload, activations_by_rank, count_chunk, describe, rank_memo
 from ranks import run_ranks, small_config
 from rollout import Completion, pack
 from schedules import SCHEDULES, rank_of_stages, stages_per_rank
-from stages import Stage, Stages, plan_stages
+from split import plan_stages
+from stages import Stage, Stages
 
 
 @functools.cache

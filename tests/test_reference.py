@@ -11,7 +11,8 @@ from pipeline import Pipeline
 from ranks import random_rollout, run_ranks, small_config, stage_of, whole_model
 from reference import Reference
 from rollout import pack
-from stages import Stage, plan_stages
+from split import plan_stages
+from stages import Stage
 
 MIXUPS = (0.25, 1.0)
 

@@ -15,7 +15,7 @@ from drawing import Sampling, draw, uniforms
 from engines import load_engine
 from rollout import choose_row_length, pack
 from sampler import Link, Sampler, stop_ids
-from stages import plan_stages
+from split import plan_stages
 
 VOCABULARY, EOS = 96, 2
 KINDS = {

@@ -18,7 +18,8 @@ from schedules import (
     SCHEDULES, bubble, make_schedule, microbatches_needed, order, rank_of_stages, simulate, stages_per_rank,
     theoretical_bubble,
 )
-from stages import Stage, Stages, plan_stages
+from split import plan_stages
+from stages import Stage, Stages
 from test_train import SAME_ON_ANY_LAYOUT, model, run_curve  # noqa: F401 - model is a fixture
 
 SEVERAL = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

@@ -10,12 +10,11 @@ import torch
 import transformers
 
 import plain
+from attention import attention_mask
 from ranks import random_rollout, small_config, stage_of, whole_model
 from rollout import pack
-from stages import (
-    EMBEDDING, HEAD, SUPPORTED, Stage, attention_cost, attention_mask, describe_plan, load_config,
-    load_weights, plan_stages,
-)
+from split import SUPPORTED, attention_cost, describe_plan, plan_stages
+from stages import EMBEDDING, HEAD, Stage, load_config, load_weights
 
 QWEN_05B = transformers.Qwen2Config(
     hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,

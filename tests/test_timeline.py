@@ -13,7 +13,8 @@ from pipeline import Pipeline, _TimedStage
 from ranks import random_rollout, run_ranks, small_config
 from rollout import pack
 from schedules import SCHEDULES, Chunk, bubble, rank_of_stages, simulate, stages_per_rank, theoretical_bubble
-from stages import Stage, Stages, plan_stages
+from split import plan_stages
+from stages import Stage, Stages
 from timeline import COLOURS, draw, trace
 
 FORWARD_S = 0.030

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from config import parse_settings
 from questions import batches
 from sampler import Sampler
-from stages import Stage, load_config, load_weights, plan_stages
+from split import plan_stages
+from stages import Stage, load_config, load_weights
 from train_grpo import prepare, train
 
 

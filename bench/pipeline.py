@@ -7,7 +7,8 @@
 Every measurement is a training step (forward, loss, backward of all rows; no optimizer) in float32 with one thread a
 process. The one-process side runs the same rows through the same ``Pipeline`` with a single stage.
 
-    speed-up        one process / pipeline, same rows, by schedule; the theory beside it is ranks x (1 - bubble)
+    speed-up        one process / pipeline, same rows, by schedule; the theory beside it is ranks x (1 - bubble). "no pipeline":
+                    so many steps at once as there are ranks, which shows what cores that share memory and clock can give
     split           equal number of layers / split by cost, on a model with a large vocabulary
     packing         every sequence padded to the longest / packed rows, log-normal lengths
     shapes          M and T of every step another / always the same, same work
@@ -102,20 +103,20 @@ class Runner:
 
 
 def alone(mesh: Mesh) -> Mesh:
-    """A pipeline of one stage on the first rank, beside the real one."""
-    group = dist.new_group([0])
-    return Mesh(0, 1, mesh.device, group, group, None) if mesh.stage == 0 else None
+    """A pipeline of one stage on this rank, beside the real one."""
+    group = [dist.new_group([rank]) for rank in range(mesh.stages)][mesh.stage]
+    return Mesh(0, 1, mesh.device, group, group, None)
 
 
 def speed_up(mesh: Mesh, both: Runner, quick: bool, schedules: list[str], turns: int) -> str:
-    """A turn is one process once, then every schedule once; the first turn warms up."""
-    single = alone(mesh)
-    one = Runner(single) if single else None
-    config = model(quick)
+    """A turn is one process once, one on every rank at the same time, then every schedule; the first turn warms up."""
+    one, config = Runner(alone(mesh)), model(quick)
     rows = full_rows(16, 128 if quick else 256, config.vocab_size)
-    ratios, idles = {name: [] for name in schedules}, {name: [] for name in schedules}
+    ratios, idles, copies = {name: [] for name in schedules}, {name: [] for name in schedules}, []
     for turn in range(turns + 1):
-        alone_s = mesh.broadcast(one.seconds(one.pipeline(config, "1F1B"), rows) if one else None)
+        alone_s = mesh.broadcast(one.seconds(one.pipeline(config, "1F1B"), rows) if mesh.is_first else None)
+        together_s = max(mesh.gather(one.seconds(one.pipeline(config, "1F1B"), rows)))
+        copies += [mesh.stages * alone_s / together_s] if turn else []
         for name in schedules:
             pipeline = both.pipeline(config, name)
             ratio = alone_s / both.seconds(pipeline, rows)
@@ -130,7 +131,7 @@ def speed_up(mesh: Mesh, both: Runner, quick: bool, schedules: list[str], turns:
             f"{name:<22} {statistics.median(found):>5.2f}x  {min(found):.2f} - {max(found):.2f}  {mesh.stages * (1 - theory):>5.2f}x"
             f"  {statistics.median(idles[name]):>7.1%}  {theory:>6.1%}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, row("no pipeline", copies, "a whole step on every rank at once: the most this machine gives")])
 
 
 def split(mesh: Mesh, both: Runner, quick: bool, turns: int) -> str:

@@ -150,9 +150,13 @@ class Side:
     def close(self) -> None:
         for p in self.processes:
             p.stdin.close()
+            p.stdin = None
         for p in self.processes:
-            p.stdout.read()
-            p.wait()
+            try:
+                p.communicate(timeout=60)
+            except subprocess.TimeoutExpired:  # TRL's process now and then hangs while Python shuts down; its steps are done
+                p.kill()
+                p.communicate()
 
 
 def run_in_turns(sides: list[Side], turns: int) -> dict[str, list[dict]]:

@@ -1,9 +1,10 @@
 """Runs packed rows through the stages: ``train_step`` (forward, loss, backward) and ``score`` (forward only).
 
-The schedule is ``torch.distributed.pipelining``'s own, through its public API. Three things are done on purpose:
+The schedule is ``torch.distributed.pipelining``'s own, through its public API. Four things are done on purpose:
 
 * Static shapes. ``PipelineStage`` is given meta tensors of what it receives and sends, so there is no probing pass; when
   M or T changes, fresh stage and schedule objects are made over the same modules, which costs milliseconds.
+* Microbatches without their padding. T is the most; each microbatch is cut to its fullest row where it enters a stage.
 * ``scale_grads=False``. The loss of a microbatch is a sum whose denominator is that of the whole optimizer step (it
   stands in the tokens' weights), so losses and gradients of microbatches add up, whatever their number or order.
 * A stateless loss. All it needs travels as the schedule's ``target``, one tensor [M, T, columns] that the schedule
@@ -13,8 +14,6 @@ Every chunk's forward and backward is timed where it runs, so that the bubble is
 
 ``score`` is a loop of its own over plain sends and receives, for any layout of the stages: torch's forward-only step
 fails where the stages form a V, and keeps the activations of all microbatches.
-
-Left out: microbatches of different shapes in one step.
 
 Legend: M rows, R rows of a microbatch, T tokens in a row, H hidden size.
 """
@@ -28,6 +27,7 @@ from typing import Callable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
@@ -46,13 +46,14 @@ LossFunction = Callable[[Tensor, dict[str, Tensor]], Tensor]
 class _TimedStage(PipelineStage):
     """A ``PipelineStage`` that notes when it computes, which is all it does beside waiting.
 
-    It also holds the buffers of messages only while they are in use. torch 2.13 allocates one for every microbatch and
-    direction and keeps them all, so that memory would grow with M.
+    It also cuts what enters to the microbatch's own length, and holds the buffers of messages only while they are in use.
+    torch 2.13 allocates one for every microbatch and direction and keeps them all, so that memory would grow with M.
     """
 
-    def __init__(self, *args, chunks_run: list[tuple], **kwargs):
+    def __init__(self, *args, chunks_run: list[tuple], lengths: list[int], **kwargs):
         super().__init__(*args, **kwargs)
-        self.chunks_run = chunks_run
+        self.chunks_run, self.lengths = chunks_run, lengths
+        self._runtime_validate = False  # under TORCH_DISTRIBUTED_DEBUG=DETAIL it wants all microbatches to be alike
 
     def _timed(self, kind: str, microbatch: int, run):
         start = _now(self.device)
@@ -60,9 +61,11 @@ class _TimedStage(PipelineStage):
         self.chunks_run.append((kind, microbatch, start, _now(self.device), self.stage_index))
         return result
 
-    def forward_one_chunk(self, fwd_chunk_id, *args, **kwargs):
-        run = super().forward_one_chunk
-        return self._timed("forward", fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
+    def forward_one_chunk(self, fwd_chunk_id, args, kwargs=None, save_forward_output=True):
+        run, end = super().forward_one_chunk, self.lengths[fwd_chunk_id]
+        args = tuple(rows[:, :end] for rows in args)
+        kwargs = {name: rows[:, :end] for name, rows in kwargs.items()}
+        return self._timed("forward", fwd_chunk_id, lambda: run(fwd_chunk_id, args, kwargs, save_forward_output))
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward: bool = True, last_backward=False):
         run = super().backward_one_chunk
@@ -87,23 +90,30 @@ class _TimedStage(PipelineStage):
         _drop_buffers(self.grad_recv_info)
 
     def get_fwd_recv_ops(self, fwd_chunk_id):
-        self._make_buffers(self.args_recv_info[fwd_chunk_id])
+        self._make_buffers(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id):
-        self._make_buffers(self.grad_recv_info[bwd_chunk_id])
+        self._make_buffers(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def _make_buffers(self, infos) -> None:
+    def _make_buffers(self, infos, chunk: int) -> None:
         for info in infos:
             if info.source is not None and info.buffer is None:
-                info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
+                rows, _, hidden = info.tensor_meta.shape
+                shape = (rows, self.lengths[chunk], hidden)
+                info.buffer = torch.empty(shape, dtype=info.tensor_meta.dtype, device=self.device)
 
 
 def _drop_buffers(infos: dict, chunk: int | None = None) -> None:
     for one in infos.values() if chunk is None else [infos[chunk]]:
         for info in one:
             info.buffer = None
+
+
+def _join(outputs: list[Tensor], rows: Rows) -> Tensor:
+    """What the last stage made of each microbatch, [R, length, 2] -> [M, T, 2] with zeros where padding was cut off."""
+    return torch.cat([F.pad(output, (0, 0, 0, rows.shape[1] - output.shape[1])) for output in outputs])
 
 
 def _now(device: torch.device):
@@ -168,10 +178,11 @@ class Pipeline:
 
         def loss_of_chunk(output: Tensor, target: Tensor) -> Tensor:
             outputs.append(output.detach())
-            return loss_fn(output, dict(zip(COLUMNS, target.unbind(-1))))
+            return loss_fn(output, dict(zip(COLUMNS, target[:, : output.shape[1]].unbind(-1))))
 
-        schedule, chunks_run, holder = self._runner_for(rows)
+        schedule, chunks_run, lengths, holder = self._runner_for(rows)
         holder[0] = loss_of_chunk
+        lengths[:] = rows.lengths(self.microbatch_size)
         chunks_run.clear()
         inputs = {"target": self._target(rows)} if self.holds_last else {}
         losses: list[Tensor] | None = [] if self.holds_last else None
@@ -183,7 +194,7 @@ class Pipeline:
         holder[0] = None
         if not self.holds_last:
             return None
-        return sum(loss.item() for loss in losses), torch.cat(outputs)
+        return sum(loss.item() for loss in losses), _join(outputs, rows)
 
     @torch.no_grad()
     def score(self, rows: Rows) -> Tensor | None:
@@ -191,9 +202,8 @@ class Pipeline:
 
         Each of this rank's stages in turn takes all microbatches. Sends do not block, and no more than a few wait.
         """
-        parts = self._microbatches(rows)
+        parts = rows.microbatches(self.microbatch_size)
         group, ranks, mine = self.mesh.pp_group, self.ranks, self.mesh.stage
-        shape = (self.microbatch_size, rows.shape[1], self.stage.config.hidden_size)
         sending: deque = deque()
 
         def send(hidden: Tensor, to: int) -> None:
@@ -213,7 +223,7 @@ class Pipeline:
                 elif here:
                     x, inputs[m] = inputs[m], None
                 else:
-                    x = torch.empty(shape, dtype=stage.dtype, device=self.mesh.device)
+                    x = torch.empty(*part.shape, stage.config.hidden_size, dtype=stage.dtype, device=self.mesh.device)
                     dist.recv(x, group=group, group_src=ranks[index - 1])
                 y = stage(x, **part.inputs())
                 if goes_on and not later:
@@ -227,7 +237,7 @@ class Pipeline:
                     send(y.contiguous(), ranks[index + 1])
         for work, _ in sending:
             work.wait()
-        return torch.cat(outputs) if self.holds_last else None
+        return _join(outputs, rows) if self.holds_last else None
 
     def timings(self) -> dict[str, float]:
         """Seconds this rank computed in the latest train_step, and seconds the step took."""
@@ -247,7 +257,7 @@ class Pipeline:
         theory = self.theoretical_bubble(microbatches)
         title = (
             f"step {step}: {self.schedule}, {len(self.ranks)} stages on {len(lanes)} ranks, {microbatches} microbatches of "
-            f"{self.microbatch_size} x {row_length} tokens, {span:.3g} s, bubble {bubble(chunks, span):.1%} (theory {theory:.1%})"
+            f"{self.microbatch_size} x {row_length} tokens at most, {span:.3g} s, bubble {bubble(chunks, span):.1%} (theory {theory:.1%})"
         )
         trace(chunks, Path(folder) / f"step-{step:06}.json", title=title)
         return draw(chunks, Path(folder) / f"step-{step:06}.png", title=title, span=span)
@@ -258,25 +268,18 @@ class Pipeline:
         columns = [getattr(rows, name) for name in COLUMNS]
         return torch.stack([(nothing if c is None else c).to(rows.weight.dtype) for c in columns], dim=-1)
 
-    def _microbatches(self, rows: Rows) -> list[Rows]:
-        size, count = self.microbatch_size, rows.shape[0]
-        if count % size:
-            raise ValueError(f"{count} rows do not divide into microbatches of {size}")
-        return [rows.select(slice(m, m + size)) for m in range(0, count, size)]
-
     def _runner_for(self, rows: Rows):
         """A schedule over this rank's stages for the shape of ``rows``; only the latest is kept."""
         if self._runner is None or self._runner[0] != rows.shape:
-            microbatches = len(self._microbatches(rows))
-            holder, chunks_run = [None], []
-            stages = [self._pipeline_stage(part, rows.shape[1], chunks_run) for part in self.stage.parts]
+            holder, chunks_run, lengths = [None], [], rows.lengths(self.microbatch_size)
+            stages = [self._pipeline_stage(part, rows.shape[1], chunks_run, lengths) for part in self.stage.parts]
             schedule = make_schedule(
-                self.schedule, stages, microbatches, loss_fn=lambda output, target: holder[0](output, target)
+                self.schedule, stages, len(lengths), loss_fn=lambda output, target: holder[0](output, target)
             )
-            self._runner = (rows.shape, (schedule, chunks_run, holder))
+            self._runner = (rows.shape, (schedule, chunks_run, lengths, holder))
         return self._runner[1]
 
-    def _pipeline_stage(self, stage: Stage, row_length: int, chunks_run: list[tuple]) -> _TimedStage:
+    def _pipeline_stage(self, stage: Stage, row_length: int, chunks_run: list[tuple], lengths: list[int]) -> _TimedStage:
         """A stage object with static shapes: meta tensors say what arrives and what leaves."""
         rows, spec = self.microbatch_size, stage.spec
 
@@ -290,7 +293,7 @@ class Pipeline:
             stage, spec.index, spec.count, self.mesh.device,
             input_args=(ids if spec.is_first else hidden,),
             output_args=(logprobs if spec.is_last else hidden,),
-            group=self.mesh.pp_group, chunks_run=chunks_run,
+            group=self.mesh.pp_group, chunks_run=chunks_run, lengths=lengths,
         )
 
     def _note_timeline(self, chunks: list[tuple], began) -> None:

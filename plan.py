@@ -218,8 +218,8 @@ def rank_memory(config, specs: list[StageSpec], work: Workload) -> list[RankMemo
 
 
 # ------------------------------------------------------------------------------------------------ FLOPs
-def row_flops(config, spec: StageSpec, row_length: int) -> float:
-    """Of one packed row, forward and backward (twice the forward): matrix products and attention over all T x T pairs."""
+def row_flops(config, spec: StageSpec, *lengths: int) -> float:
+    """Of packed rows of so many tokens, forward and backward (twice the forward): matrix products and attention of all pairs."""
     whole = plan_stages(config, 1)[0]
     head = config.vocab_size * config.hidden_size
     embeddings = head * (1 if config.tie_word_embeddings else 2)
@@ -227,8 +227,8 @@ def row_flops(config, spec: StageSpec, row_length: int) -> float:
     layers = spec.end_layer - spec.first_layer
     matrices = layers * layer + head * spec.is_last
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    scores = 2 * config.num_attention_heads * head_dim * row_length * layers
-    return 3 * 2 * (matrices + scores) * row_length
+    scores = 2 * config.num_attention_heads * head_dim * layers
+    return sum(3 * 2 * (matrices + scores * n) * n for n in lengths)
 
 
 # Dense matrix products of the compute dtype, without sparsity, from the makers' data sheets; by part of the device's name.

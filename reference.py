@@ -57,9 +57,10 @@ class Reference:
             return None if scored is None else scored[..., 0]
         logprob = None
         if self.mesh.is_first:
-            parts = [rows.select(slice(m, m + 1)) for m in range(rows.shape[0])]
+            logprob = torch.zeros(rows.shape, dtype=rows.weight.dtype, device=self.mesh.device)
             with self._on_device():
-                logprob = torch.cat([self.copy(part.input_ids, **part.inputs())[..., 0] for part in parts])
+                for m, part in enumerate(rows.microbatches()):
+                    logprob[m, : part.shape[1]] = self.copy(part.input_ids, **part.inputs())[0, :, 0]
         if self.last_rank != 0:
             logprob = self.mesh.broadcast_tensor(logprob, rows.shape, rows.weight.dtype, source=0)
         return logprob.to(self.mesh.device) if self.mesh.stage == self.last_rank else None

@@ -1,8 +1,8 @@
-"""Completions, and how they are packed into rows of one constant length.
+"""Completions, and how they are packed into rows.
 
 A ``Completion`` keeps the token ids that were sampled: nothing is decoded and encoded again for training. ``pack`` lays
-completions into rows of exactly T tokens, since ``torch.distributed.pipelining`` freezes activation shapes and since
-padding every sequence to the longest would cost two to four times the work. A group's prompt stands once in its row:
+completions into rows of at most T tokens, since padding every sequence to the longest would cost two to four times the
+work. A row that is not full ends in padding, which is cut off where microbatches are made. A group's prompt stands once:
 
     row            [ prompt            | completion 1  | completion 2     | padding ]
     segment_ids      0  0  0  0          1  1  1         2  2  2  2         -1 -1
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 INTEGERS = ("input_ids", "position_ids", "segment_ids", "group_ids", "predictor")
+MULTIPLE = 16  # lengths of rows and microbatches are multiples of it
 
 
 @dataclass
@@ -88,9 +89,26 @@ class Rows:
         """Some of the rows, in the given order."""
         return Rows(**{k: v[index] if isinstance(v, Tensor) else v for k, v in vars(self).items()})
 
-    def padding_share(self) -> float:
-        """Share of places that hold padding."""
-        return (self.group_ids < 0).float().mean().item()
+    def lengths(self, microbatch_size: int = 1) -> list[int]:
+        """Of each microbatch, the tokens up to the end of its fullest row, rounded up; what follows is padding.
+
+        Raises:
+            ValueError: the rows do not divide into microbatches.
+        """
+        if self.shape[0] % microbatch_size:
+            raise ValueError(f"{self.shape[0]} rows do not divide into microbatches of {microbatch_size}")
+        filled = (self.group_ids >= 0).sum(1).view(-1, microbatch_size).amax(1).tolist()
+        return [min(max(_round_up(n), MULTIPLE), self.shape[1]) for n in filled]
+
+    def microbatches(self, size: int = 1) -> list[Rows]:
+        """The rows in order, ``size`` at a time, each microbatch as long as it needs to be (see ``lengths``)."""
+        lengths = self.lengths(size)
+        return [self.select((slice(m * size, (m + 1) * size), slice(length))) for m, length in enumerate(lengths)]
+
+    def padding_share(self, microbatch_size: int = 1) -> float:
+        """Share of the microbatches' places that hold padding."""
+        places = microbatch_size * sum(self.lengths(microbatch_size))
+        return 1 - (self.group_ids >= 0).sum().item() / places
 
     def per_sequence(self, values: Tensor, count: int) -> Tensor:
         """Sums of ``values`` [M, T] over each of ``count`` completions -> [count]."""
@@ -155,48 +173,62 @@ def first_fit_decreasing(lengths: list[int], row_length: int) -> list[list[int]]
     return rows
 
 
+def lay_out(completions: list[Completion], row_length: int, share_prompts: bool) -> tuple[list[Block], list[list[int]], list[int]]:
+    """Which blocks there are, which of them (by index) stand in each row, and the tokens of each row.
+
+    Small rows stand at both ends of the list: the first and the last microbatches of a schedule are those that other
+    stages wait for, and neighbours are of like size.
+
+    Raises:
+        ValueError: a sequence longer than the row, or an empty prompt.
+    """
+    blocks = make_blocks(completions, row_length, share_prompts)
+    lengths = [block_length(block, completions) for block in blocks]
+    rows = first_fit_decreasing(lengths, row_length)
+    by_size = sorted(rows, key=lambda row: sum(lengths[b] for b in row))
+    rows = by_size[0::2] + by_size[1::2][::-1]
+    return blocks, rows, [sum(lengths[b] for b in row) for row in rows]
+
+
 def choose_row_length(
-    completions: list[Completion], stages: int, share_prompts: bool, *, microbatch_size: int = 1,
-    attention_cost: float = 1e-4, multiple: int = 16,
+    completions: list[Completion], stages: int, share_prompts: bool, *, microbatch_size: int = 1, attention_cost: float = 1e-4,
 ) -> int:
     """T for a rollout: of two dozen sizes from the longest sequence up, the one whose step is cheapest.
 
-    Long rows waste less padding and hold whole groups, so fewer prompts are repeated; short rows cost less attention and
-    make more microbatches M, so less bubble. With padding included in M * T:
+    Long rows hold whole groups, so fewer prompts are repeated; short rows cost less attention and make more microbatches
+    M, so less bubble. With the length L of each microbatch (``Rows.lengths``):
 
-        cost(T) = M * (T * (1 + attention_cost * T) + 64) * (1 + (stages - 1) / M)
+        cost(T) = sum of (microbatch_size * L * (1 + attention_cost * L) + 64) * (1 + (stages - 1) / M)
 
     64 stands for what a microbatch costs beside its tokens. Each size is an eighth above the one before, and is then cut
-    to its fullest row: groups of 528 tokens get rows of 528. All are multiples of ``multiple``.
+    to its fullest row: groups of 528 tokens get rows of 528. All are multiples of 16.
 
     Args:
         attention_cost: of one more column, relative to the matrix products of a token (``split.attention_cost``).
     """
     lengths = [len(c) for c in completions if c.ids]
     if not lengths:
-        return multiple
+        return MULTIPLE
     most = sum(lengths)  # one row holds everything
 
-    def cut(row_length: int) -> tuple[int, int]:
-        """The length of the fullest row, and the number of rows; packed again at that length they stay the same."""
-        blocks = [block_length(b, completions) for b in make_blocks(completions, row_length, share_prompts)]
-        rows = first_fit_decreasing(blocks, row_length)
-        return _round_up(max(sum(blocks[b] for b in row) for row in rows), multiple), len(rows)
+    def fill(row_length: int) -> list[int]:
+        return lay_out(completions, row_length, share_prompts)[2]
 
-    def cost(size: tuple[int, int]) -> float:
-        row_length, rows = size
-        microbatches = max(math.ceil(rows / microbatch_size), stages)
-        tokens = microbatch_size * row_length * (1 + attention_cost * row_length)
-        return (tokens + 64) * (microbatches + stages - 1)
+    def cost(filled: list[int]) -> float:
+        each = [_round_up(max(filled[m : m + microbatch_size])) for m in range(0, len(filled), microbatch_size)]
+        each += [MULTIPLE] * (stages - len(each))
+        tokens = sum(microbatch_size * n * (1 + attention_cost * n) + 64 for n in each)
+        return tokens * (1 + (stages - 1) / len(each))
 
-    sizes = [_round_up(max(lengths), multiple)]
+    sizes = [_round_up(max(lengths))]
     while sizes[-1] < most and len(sizes) < 24:
-        sizes.append(_round_up(sizes[-1] * 9 / 8, multiple))
-    return min(map(cut, sizes), key=cost)[0]
+        sizes.append(_round_up(sizes[-1] * 9 / 8))
+    # packed again at the length of the fullest row, the rows stay the same
+    return _round_up(max(min(map(fill, sizes), key=cost)))
 
 
-def _round_up(length: float, multiple: int) -> int:
-    return math.ceil(length / multiple) * multiple
+def _round_up(length: float) -> int:
+    return math.ceil(length / MULTIPLE) * MULTIPLE
 
 
 def round_up_to_bucket(length: int, multiple: int = 16) -> int:
@@ -216,17 +248,12 @@ def pack(
     """Completions into rows [M, T] with T = ``row_length``.
 
     M is a multiple of ``rows_multiple`` (rows of a microbatch) and at least ``rows_at_least``; rows that are not needed
-    hold padding and weigh nothing. Small rows stand at both ends of the list: the first and the last microbatches of a
-    schedule are those that other stages wait for.
+    hold padding and weigh nothing.
 
     Raises:
         ValueError: a sequence longer than the row.
     """
-    blocks = make_blocks(completions, row_length, share_prompts)
-    lengths = [block_length(block, completions) for block in blocks]
-    rows = first_fit_decreasing(lengths, row_length)
-    by_size = sorted(rows, key=lambda row: sum(lengths[b] for b in row))
-    rows = by_size[0::2] + by_size[1::2][::-1]
+    blocks, rows, _ = lay_out(completions, row_length, share_prompts)
     count = max(len(rows), rows_at_least, 1)
     count = math.ceil(count / rows_multiple) * rows_multiple
 

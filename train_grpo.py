@@ -249,7 +249,7 @@ class Trainer:
             "pipeline/bubble_theory": self.policy.pipeline.theoretical_bubble(microbatches),
             "pipeline/bubble_measured": 1 - sum(t["busy_s"] for t in timings) / (longest * len(timings)),
             "pipeline/microbatches": microbatches, "pipeline/row_length": rows.shape[1],
-            "pipeline/padding_share": rows.padding_share(), "pipeline/prompt_tokens_shared": rows.prompt_tokens_shared,
+            "pipeline/padding_share": rows.padding_share(self.settings.microbatch_size), "pipeline/prompt_tokens_shared": rows.prompt_tokens_shared,
         }
         return values | {f"pipeline/busy_stage{i}": t["busy_s"] / longest for i, t in enumerate(timings)}
 
@@ -258,7 +258,8 @@ class Trainer:
         peak = self.settings.peak_tflops * 1e12 or peak_flops(self.mesh.device, self.policy.stage.compute_dtype)
         if not peak:
             return {}
-        flops = sum(row_flops(self.policy.config, spec, rows.shape[1]) for spec in self.policy.plan) * rows.shape[0]
+        size = self.settings.microbatch_size
+        flops = size * sum(row_flops(self.policy.config, spec, *rows.lengths(size)) for spec in self.policy.plan)
         return {"throughput/mfu": flops * self.settings.grpo_iterations / (train_s * peak * self.mesh.stages)}
 
     def validate(self, held_out: list[Question]) -> tuple[dict[str, float], list[Completion]]:

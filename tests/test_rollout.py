@@ -63,7 +63,9 @@ def test_every_completion_stands_once_and_whole_behind_its_prompt(seed, row_leng
     blocks = make_blocks(completions, row_length, share)
     assert rows.prompt_tokens_shared == sum(len(completions[b[0]].prompt_ids) * (len(b) - 1) for b in blocks)
     stands = sum(map(len, completions)) - rows.prompt_tokens_shared
-    assert rows.padding_share() == pytest.approx(1 - stands / rows.input_ids.numel())
+    filled = (rows.group_ids >= 0).sum(1).tolist()
+    assert rows.lengths() == [min(row_length, max(16, math.ceil(n / 16) * 16)) for n in filled]
+    assert rows.padding_share() == pytest.approx(1 - stands / sum(rows.lengths()))
     if not share:
         assert rows.prompt_tokens_shared == 0
 
@@ -228,9 +230,9 @@ def test_padding_stays_small_on_lengths_as_they_come():
     shared = pack(completions, choose_row_length(completions, 4, True))
     plain = pack(completions, choose_row_length(completions, 4, False), share_prompts=False)
     padded = len(completions) * max(map(len, completions))
-    assert shared.padding_share() < 0.15 and plain.padding_share() < 0.15
-    assert plain.input_ids.numel() < 0.4 * padded
-    assert shared.input_ids.numel() < 0.7 * plain.input_ids.numel()
+    assert shared.padding_share() < 0.06 and plain.padding_share() < 0.1
+    assert sum(plain.lengths()) < 0.4 * padded
+    assert sum(shared.lengths()) < 0.7 * sum(plain.lengths())
 
 
 def test_per_sequence_sums_each_completion_and_nothing_else():
@@ -281,8 +283,8 @@ def test_the_chosen_row_length_is_the_cheapest_size_cut_to_its_fullest_row(stage
         return pack(completions, length, share_prompts=share, rows_at_least=stages)
 
     def cost(length):  # the docstring's formula
-        m = rows(length).shape[0]
-        return m * (length * (1 + attention_cost * length) + 64) * (1 + (stages - 1) / m)
+        each = rows(length).lengths()
+        return sum(n * (1 + attention_cost * n) + 64 for n in each) * (1 + (stages - 1) / len(each))
 
     fullest = (rows(chosen).group_ids >= 0).sum(1).max().item()
     assert chosen - fullest < 16

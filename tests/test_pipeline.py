@@ -15,7 +15,8 @@ from parallel import clip_gradients, sum_tied_gradient
 from pipeline import Pipeline
 from ranks import random_rollout, run_ranks, small_config, stage_of, whole_model
 from rollout import Rows, pack
-from schedules import theoretical_bubble
+from schedules import rank_of_stages, theoretical_bubble
+from stages import Stages
 
 SCHEDULES = ("1F1B", "GPipe")
 WINDOWS = dict(use_sliding_window=True, sliding_window=5, max_window_layers=2)  # two full layers, then two sliding ones
@@ -392,6 +393,38 @@ def test_rows_and_row_length_may_change_from_step_to_step(stages):
         assert alive[0] and max(alive) <= 2, alive  # the latest for training and the latest for scoring
         assert sizes[0] == sizes[1] == sizes[2]
         assert all(cache == 0 and outputs == 0 for s in sizes for _, cache, outputs in s), sizes
+
+
+def lengths_run(mesh, schedule, per_rank, rows):
+    """The length of each row batch that enters each stage here, in training and in scoring; and what is behind the cut."""
+    ranks = rank_of_stages(schedule, mesh.stages, per_rank)
+    parts = [stage_of(model_of("qwen2-tied"), len(ranks), i) for i, rank in enumerate(ranks) if rank == mesh.stage]
+    held, seen = parts[0] if per_rank == 1 else Stages(parts), {}
+    for part in parts:
+        part.register_forward_pre_hook(
+            lambda part, args, kwargs: seen.setdefault(part.spec.index, []).append((args[0].shape[1], *{
+                kwargs[name].shape[1] for name in kwargs
+            })), with_kwargs=True,
+        )
+    pipeline, found = Pipeline(held, mesh, schedule=schedule, microbatch_size=2), []
+    for run in (lambda: pipeline.train_step(rows, plain.loss_of_columns), lambda: pipeline.score(rows)):
+        seen.clear()
+        result = run()
+        outputs = result[1] if isinstance(result, tuple) else result
+        if outputs is not None:
+            assert outputs.shape == (*rows.shape, 2) and not outputs[rows.sequence < 0].any()
+        found.append({index: sorted(lengths) for index, lengths in seen.items()})
+    return found
+
+
+@pytest.mark.parametrize("schedule, per_rank", [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)])
+def test_no_stage_computes_the_padding_behind_a_microbatch(schedule, per_rank):
+    rows = plain.fill_columns(pack(random_rollout(9, 5, seed=6), 100, dtype=torch.float64, rows_at_least=12, rows_multiple=4))
+    want = sorted((n, n) for n in rows.lengths(2))
+    assert min(want) < max(want) <= (100, 100)
+    for rank in run_ranks(2, lengths_run, schedule, per_rank, rows):
+        for stages in rank:
+            assert len(stages) == per_rank and all(lengths == want for lengths in stages.values()), stages
 
 
 def accumulated(mesh, model, first, second):

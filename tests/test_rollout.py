@@ -248,6 +248,25 @@ def test_per_sequence_sums_each_completion_and_nothing_else():
     assert rows.per_sequence(values, 17)[15:].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("size", (1, 2, 3))
+def test_microbatches_hold_all_tokens_and_end_with_their_fullest_row(size):
+    alone = [completion(q, [5] * 40, [6] * (12 + 6 * q)) for q in range(9)]  # no two of them fit one row
+    rows = pack(alone, 100, rows_multiple=6, rows_at_least=24)
+    parts, at = rows.microbatches(size), 0
+    assert [p.shape for p in parts] == [(size, n) for n in rows.lengths(size)] and len(parts) == rows.shape[0] // size
+    assert {16, 64, 80, 96, 100} >= set(rows.lengths(size)) > {16, 100}  # empty ones, and some of many lengths
+    for part in parts:
+        filled = (rows.group_ids[at : at + size] >= 0).sum(1).max().item()
+        assert filled <= part.shape[1] < max(filled, 1) + 16
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, getattr(rows, name)[at : at + size, : part.shape[1]]), name
+        at += size
+    assert sum((p.group_ids >= 0).sum() for p in parts) == (rows.group_ids >= 0).sum()
+    with pytest.raises(ValueError, match="24 rows do not divide into microbatches of 7"):
+        rows.microbatches(7)
+
+
 def test_select_and_to_carry_every_column():
     rows = pack(random_rollout(5, 3, seed=6), 40)
     rows.old_logprob = torch.randn(rows.shape)

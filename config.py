@@ -92,7 +92,7 @@ class Settings:
     stages_per_rank: int = _setting(0, "pipeline", "stages of each process, for the schedules that take several; 0: as many as the schedule wants (1 or 2)")
     microbatch_size: int = _setting(1, "pipeline", "packed rows of a microbatch")
     share_prompts: bool = _setting(True, "pipeline", "a group's prompt stands once in a row")
-    row_length: int = _setting(0, "pipeline", "tokens of a packed row; 0: chosen for each rollout")
+    row_length: int = _setting(0, "pipeline", "tokens of a packed row at most; 0: chosen for each rollout")
     timeline_every: int = _setting(0, "pipeline", "every so many steps a picture of the measured pipeline goes to project_dir/timeline and to W&B; 0: never")
     timeout: float = _setting(600.0, "pipeline", "seconds that a phase of a step, or a collective, may last before the job ends")
     # run

@@ -123,7 +123,7 @@ ALARMS = [
           "or --sampler_correction token_truncate"),
     Alarm("sampler/ratio_mean", True, 1.1, 3, "the sampler draws from another policy than the one trained: --sampler_correction token_truncate helps, "
           "a newer sampler weight_version is the cure"),
-    Alarm("pipeline/padding_share", True, 0.5, 5, "most of the rows is padding: leave --row_length at 0 or lower it"),
+    Alarm("pipeline/padding_share", True, 0.5, 5, "most of what is computed is padding: leave --row_length at 0 and lower --microbatch_size"),
 ]
 
 
